@@ -1,0 +1,39 @@
+"""`python -m benchmarks [--toy] [--out FOLDER] [NAME ...]`"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchmarks import measure, step
+
+
+def bench_step(device: torch.device, toy: bool) -> list[dict]:
+    if toy:
+        return [step.run(step.TOY, device, "off", repeats=3)]
+    shape = step.Shape()
+    rows = [step.run(shape, device, mode, repeats=10) for mode in ("off", "layer")]
+    rows.append(step.run(replace(shape, tokens=49_152, anchors=6_144), device, "layer", repeats=5))
+    return rows
+
+
+BENCHMARKS = {"step": bench_step}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], help="which; all by default")
+    parser.add_argument("--toy", action="store_true", help="toy sizes, for a CPU")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for name in options.names or BENCHMARKS:
+        label = f"{name}-toy" if options.toy else name
+        print(f"== {label} on {measure.device_name(device)}", flush=True)
+        measure.write(label, device, BENCHMARKS[name](device, options.toy), options.out)
+
+
+main()

@@ -1,0 +1,81 @@
+"""Timing, the sustained matrix rate, and the one shape of result files."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+
+from draftsmith import __version__
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
+
+
+def seconds_of(action: Callable[[], object], device: torch.device, repeats: int, warmup: int = 2) -> list[float]:
+    """Wall-clock seconds of each call, the device's work included."""
+    times = []
+    for number in range(warmup + repeats):
+        _wait(device)
+        start = time.perf_counter()
+        action()
+        _wait(device)
+        if number >= warmup:
+            times.append(time.perf_counter() - start)
+    return times
+
+
+def sustained_rate(device: torch.device, seconds: float, size: int = 8192) -> float:
+    """FLOP/s of size^3 matrix products run back to back for some seconds: what the chip's power allows, no burst."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    torch.mm(a, b, out=out)
+    _wait(device)
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < seconds:
+        for _ in range(10 if device.type == "cuda" else 1):
+            torch.mm(a, b, out=out)
+            count += 1
+        _wait(device)
+    return count * 2 * size**3 / (time.perf_counter() - start)
+
+
+def spread(times: list[float]) -> dict[str, float]:
+    return {"seconds_median": statistics.median(times), "seconds_spread": max(times) - min(times)}
+
+
+def write(name: str, device: torch.device, rows: list[dict], folder: Path) -> Path:
+    """Write the result file and print its rows."""
+    label = device_name(device)
+    result = {
+        "name": name,
+        "commit": _commit(),
+        "device": label,
+        "versions": {"draftsmith": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "rows": rows,
+    }
+    path = folder / f"{name}-{label.replace(' ', '_')}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    for row in rows:
+        print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+    return path
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"

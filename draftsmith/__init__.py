@@ -1,0 +1,3 @@
+"""draftsmith trains DFlash-family draft models for speculative decoding."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,307 @@
+"""Every option of every verb. No torch here, so `--help` is instant.
+
+A recipe (TOML) holds the tables of `Recipe`; a verb reads the tables it needs. The docstring under a field is its help.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, is_dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions:
+    path: str = ""
+    """Folder (or hub name) of the frozen target: config, safetensors weights, tokenizer with chat template."""
+    revision: str | None = None
+    """Commit of a hub target; recorded with every checkpoint."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute type. auto: bfloat16 on a GPU, float32 on a CPU (bf16 is about five times slower there)."""
+    layer_ids: tuple[int, ...] | None = None
+    """0-based blocks whose output becomes the context feature. None: evenly spaced, as DFlash chooses them."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the target. Off unless you have read that code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    conversations: str = ""
+    """JSONL of conversations ({"messages": [...]} a line), the input of `prepare`."""
+    prepared: str = ""
+    """Folder of the tokenised set: the output of `prepare`, the input of `train`."""
+    max_length: int = 4096
+    """Longest conversation in tokens."""
+    overlong: Literal["refuse", "cut"] = "refuse"
+    """A conversation longer than max_length (or than a pack): refuse the run, or cut it and count it."""
+    workers: int = 1
+    """Loader processes. The packs are the same for any number, 0 included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackOptions:
+    tokens: int = 49_152
+    """T: token budget of one pack."""
+    anchors: int = 6_144
+    """N: anchor slots (blocks) of one pack."""
+    anchors_per_document: int = 512
+    """At most this many anchors are drawn in one document and epoch."""
+    anchor_density: float = 0.125
+    """Anchors drawn per legal anchor position, rounded up."""
+    window: int = 65_536
+    """The shuffled epoch is packed in windows of this many samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashOptions:
+    kind: Literal["dflash"] = "dflash"
+    """Drafter variant."""
+    num_layers: int = 5
+    block_size: int = 16
+    """B: slot 0 holds the anchor, so a block proposes B - 1 tokens."""
+    mask_token_id: int | None = None
+    """An id with an embedding row that never occurs in text. None: the first unused row of the target's table."""
+    num_heads: int | None = None
+    """Query heads. None: the target's."""
+    num_kv_heads: int | None = None
+    """Key and value heads. None: the target's."""
+    head_dim: int | None = None
+    """None: the target's."""
+    intermediate_size: int | None = None
+    """FFN width. None: the target's."""
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
+    """One per layer. None: all full."""
+    sliding_window: int | None = None
+    """Window of the sliding layers, the current token included."""
+    is_causal: bool | None = None
+    """In-block rule of all layers. None, as servers do: full layers see the whole block, sliding ones up to a slot."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    gamma: float | None = None
+    """Slot k weighs exp(-(k-1)/gamma). None: 7, 5, 4 for block sizes 16, 10, 8, and 0.45 B otherwise."""
+    chunk: int = 4_096
+    """Rows of logits that exist at one time."""
+    topk: int = 5
+    """Width of the top-k accuracy metric."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimOptions:
+    lr: float = 6e-4
+    """Peak learning rate of AdamW."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """On matrices only."""
+    warmup: float = 0.04
+    """Share of the steps spent warming up; then a cosine falls to min_lr."""
+    min_lr: float = 0.0
+    """Final learning rate as a share of the peak."""
+    clip: float = 1.0
+    """Largest global gradient norm."""
+    epochs: int = 6
+    """Passes over the data; the number of steps follows from it."""
+    steps: int | None = None
+    """Stop after this many steps instead; the schedule ends there too."""
+    packs_per_step: int = 1
+    """Packs whose gradients are summed before one optimizer step."""
+    noise: Literal["none", "uniform", "gaussian"] = "none"
+    """Augmentation of the context features."""
+    noise_scale: float = 0.0
+    """Half width (uniform) or standard deviation (gaussian) as a share of each feature channel's size."""
+    feature_scale: bool = False
+    """Train fc on channels scaled to unit size; folded into its weights, so the served format is unchanged. Off: it
+    lost in the ablation of docs/log.md."""
+    max_skipped: int = 3
+    """Stop (exit code 5) after this many steps skipped for a non-finite gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    every: int = 500
+    """Steps between checkpoints; the last step always saves."""
+    keep: int = 2
+    """Newest checkpoints kept, at least 2; the best by decoded acceptance length is kept besides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions:
+    prompts: str = ""
+    """JSONL of held-out prompts ({"messages": [...]} or {"prompt": "..."} a line). Empty: no decoding in training."""
+    every: int = 500
+    """Steps between evaluations by real speculative decoding; the last step always evaluates."""
+    at_start: bool = False
+    """Also evaluate before the first step."""
+    limit: int = 16
+    """Prompts used."""
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0: no limit."""
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogOptions:
+    every: int = 10
+    """Steps between lines of metrics; they are read from the device only then."""
+    tensorboard: bool = False
+    """Also write TensorBoard events (needs the tensorboard package)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegenerateOptions:
+    prompts: str = ""
+    """JSONL of prompts ({"messages": [...]} or {"prompt": "..."} a line)."""
+    output: str = ""
+    """JSONL of conversations with the target's answers; appended to, so a killed run resumes."""
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0: no limit."""
+    top_p: float = 1.0
+    batch: int = 32
+    """Prompts answered side by side."""
+    limit: int | None = None
+    """Answer only the first so many prompts."""
+    unfinished: Literal["keep", "drop"] = "keep"
+    """Answers cut by max_new_tokens: kept without an end token, or dropped; counted either way."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that decides a run."""
+
+    run: str = ""
+    """Folder of the run: recipe, metrics, checkpoints, results."""
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    layout: Literal["colocated", "offline"] = "colocated"
+    """colocated: the target runs before each step. offline: features are captured to disk once and read back."""
+    init: str = ""
+    """Folder of a trained drafter to start from (warm start)."""
+    target: TargetOptions = field(default_factory=TargetOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    pack: PackOptions = field(default_factory=PackOptions)
+    drafter: DFlashOptions = field(default_factory=DFlashOptions)
+    loss: LossOptions = field(default_factory=LossOptions)
+    optim: OptimOptions = field(default_factory=OptimOptions)
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
+    log: LogOptions = field(default_factory=LogOptions)
+    regenerate: RegenerateOptions = field(default_factory=RegenerateOptions)
+
+
+# What follows is one class per verb: the tables of the recipe it reads, and options of its own.
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoCommand:
+    """Train a real drafter for a small bundled chat model on this machine, and measure it."""
+
+    size: Literal["default", "smallest"] = "default"
+    """smallest: about two minutes, a check that everything works; its figures mean little."""
+    run: str = "runs/demo"
+    """Folder of the run."""
+    cache: str = "runs/cache"
+    """Folder of the converted target, shared by later demos."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegenerateCommand:
+    """Let the target answer prompts, so that the drafter learns what the target writes."""
+
+    target: TargetOptions = field(default_factory=TargetOptions)
+    regenerate: RegenerateOptions = field(default_factory=RegenerateOptions)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareCommand:
+    """Render conversations with the target's chat template, tokenise, mark what is supervised, store."""
+
+    target: TargetOptions = field(default_factory=TargetOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewCommand:
+    """Show prepared rows, supervised tokens coloured, and one block as the drafter sees it."""
+
+    rows: int = 3
+    """Rows shown."""
+    seed: int = 0
+    target: TargetOptions = field(default_factory=TargetOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    pack: PackOptions = field(default_factory=PackOptions)
+    drafter: DFlashOptions = field(default_factory=DFlashOptions)
+    loss: LossOptions = field(default_factory=LossOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateCommand:
+    """Decode held-out prompts with and without the drafter; report the acceptance length."""
+
+    run: str
+    """Folder of a finished or interrupted run."""
+    checkpoint: str = "best"
+    """best, last, or the name of a checkpoint folder of the run."""
+    evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateCommand:
+    """Chat once with the drafter's help; accepted tokens are coloured."""
+
+    run: str
+    """Folder of a run."""
+    prompt: str
+    """What to say to the target."""
+    checkpoint: str = "best"
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipesCommand:
+    """List, print or copy the recipes that come with the package."""
+
+    action: Literal["ls", "show", "cp"] = "ls"
+    name: str = ""
+    """Recipe to show or copy."""
+    to: str = ""
+    """Where cp writes; never over an existing file."""
+
+
+def flatten(table: dict, prefix: str = "") -> dict[str, object]:
+    """Nested tables as one level, keys joined by dots."""
+    flat: dict[str, object] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def to_toml(recipe: Recipe) -> str:
+    """The resolved recipe as TOML; what is None is left out, and absence means the default."""
+    top: list[str] = []
+    tables: list[str] = []
+    for name, value in vars(recipe).items():
+        if is_dataclass(value):
+            lines = [f"{k} = {json.dumps(v)}" for k, v in vars(value).items() if v is not None]
+            tables.append(f"\n[{name}]\n" + "\n".join(lines) + "\n")
+        elif value is not None:
+            top.append(f"{name} = {json.dumps(value)}\n")
+    return "".join(top + tables)

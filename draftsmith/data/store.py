@@ -1,0 +1,135 @@
+"""A prepared folder as a whole: whose it is, whether it is intact, and how a new one takes the place of an old one.
+
+At no moment is there half a folder at the place: the new one grows beside it, in `.NAME.partial`, and is renamed.
+A kill between the two renames of a replacement leaves the old one in `.NAME.replaced`, from where `recover` fetches it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from draftsmith.errors import DataError, UserError
+
+FORMAT = "draftsmith prepared conversations"
+SCHEMA = 1
+"""Raised whenever the same conversations would be stored in another way; older folders are then rebuilt."""
+MANIFEST = "manifest.json"
+
+
+def read_manifest(folder: Path) -> dict | None:
+    """None if there is nothing at `folder`. DataError if there is something that `prepare` did not make."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return None
+    file = folder / MANIFEST
+    foreign = f"{folder} exists and was not made by `draftsmith prepare`; name another folder"
+    if not file.is_file():
+        raise DataError(foreign)
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(foreign) from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise DataError(foreign)
+    return manifest
+
+
+def damage(manifest: dict, folder: Path) -> str | None:
+    """What is wrong with the folder of this manifest, if anything; sizes only, so that opening stays quick."""
+    if manifest["schema"] != SCHEMA:
+        return f"its format is version {manifest['schema']}, this program reads {SCHEMA}"
+    for name, size in manifest["files"].items():
+        file = folder / name
+        if not file.is_file() or file.stat().st_size != size:
+            return f"{name} is damaged or missing ({size} bytes recorded)"
+    return None
+
+
+def changes(old: dict, inputs: dict, folder: Path) -> list[str]:
+    """Why the old folder cannot be reused; empty if it can."""
+    if old["schema"] != SCHEMA:
+        return [f"its format is version {old['schema']}, now {SCHEMA}"]
+    before = old["inputs"]
+    changed = [
+        f"{name} changed ({before[name]} -> {value})" if name in ("max_length", "overlong") else f"{name} changed"
+        for name, value in inputs.items()
+        if before[name] != value
+    ]
+    broken = damage(old, folder)
+    return changed + ([broken] if broken else [])
+
+
+def summary(manifest: dict) -> str:
+    counts = manifest["counts"]
+    dropped = "".join(f", {count} dropped ({reason})" for reason, count in counts["dropped"].items())
+    cut = f", {counts['cut']} cut" if counts["cut"] else ""
+    share = counts["supervised"] / counts["tokens"]
+    return f"{counts['kept']} rows{dropped}{cut}, {counts['tokens']} tokens, {share:.1%} supervised"
+
+
+def _beside(folder: Path, what: str) -> Path:
+    real = folder.resolve()  # a link to another disk stays a link, and the rename within that disk
+    return real.parent / f".{real.name}.{what}"
+
+
+def recover(folder: Path) -> bool:
+    """Ends a replacement that was killed half-way: the old folder goes back if the new one did not arrive."""
+    replaced = _beside(folder, "replaced")
+    if folder.exists() or not replaced.exists():
+        return False
+    replaced.rename(folder.resolve())
+    return True
+
+
+@contextmanager
+def claim(folder: Path) -> Iterator[Path]:
+    """An empty folder beside `folder`, for this process alone; gone afterwards, unless it was renamed."""
+    partial = _beside(folder, "partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    handle = os.open(partial, os.O_RDONLY)
+    try:
+        # The lock is on the folder itself, so what a killed run left is free to take over.
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise UserError(f"{folder} is being prepared by another process; wait for it") from error
+    try:
+        for rest in partial.iterdir():
+            shutil.rmtree(rest) if rest.is_dir() else rest.unlink()
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        os.close(handle)
+
+
+def publish(partial: Path, folder: Path, manifest: dict) -> dict:
+    """Completes and writes the manifest, then renames `partial` to `folder`; an older folder is deleted last.
+
+    Returns the complete manifest. DataError if by now something stands there that `prepare` did not make.
+    """
+    read_manifest(folder)
+    folder = folder.resolve()
+    sizes = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
+    manifest = {"format": FORMAT, "schema": SCHEMA, **manifest, "files": sizes}
+    (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    for file in [*partial.iterdir(), partial]:
+        _sync(file)
+    replaced = _beside(folder, "replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if folder.exists():
+        folder.rename(replaced)
+    partial.rename(folder)
+    _sync(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return manifest
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)

@@ -1,0 +1,133 @@
+"""The drafter's parts: RMSNorm, rotary positions, SwiGLU, and a decoder layer that injects context as keys and values.
+
+Qwen3's layer, except that keys and values come from two places: the target's projected features for the context, and
+the block's own states for the draft slots. Queries, output projection, MLP and residual exist for draft slots only.
+(DFlash, arXiv 2602.06036, section 4; tensor names as in z-lab's checkpoints.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from draftsmith.drafters.attention import attend
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in fp32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "*n size"]) -> Float[Tensor, "*n size"]:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class Rotary(nn.Module):
+    """Cosine and sine tables of rotary positions (arXiv 2104.09864), in fp32 whatever the module is cast to.
+
+    The frequencies are no buffer, because a cast of the module would round them: bf16 tables are radians off at a few
+    thousand tokens.
+    """
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        rope: dict[str, Any] = dict(config.rope_parameters or {})
+        if rope["rope_type"] == "default":
+            exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+            self.frequencies, self.scale = rope["rope_theta"] ** -exponent, 1.0
+        else:
+            self.frequencies, self.scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+
+    def forward(self, position: Int[Tensor, " n"]) -> tuple[Float[Tensor, "n dim"], Float[Tensor, "n dim"]]:
+        if self.frequencies.device != position.device:
+            self.frequencies = self.frequencies.to(position.device)
+        angle = position.float()[:, None] * self.frequencies
+        angle = torch.cat([angle, angle], dim=-1)
+        return angle.cos() * self.scale, angle.sin() * self.scale
+
+
+def rotate(
+    x: Float[Tensor, "n head dim"], tables: tuple[Float[Tensor, "n dim"], Float[Tensor, "n dim"]]
+) -> Float[Tensor, "n head dim"]:
+    """Rotary positions on halves (neox layout)."""
+    cos, sin = (table[:, None].to(x.dtype) for table in tables)
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-high, low], dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Draft slots attend to projected context and to draft slots; per-head norms on queries and keys."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        hidden, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.head_dim = dim
+        self.q_proj = nn.Linear(hidden, config.num_attention_heads * dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * dim, hidden, bias=bias)
+        self.q_norm = RMSNorm(dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(dim, config.rms_norm_eps)
+
+    def keys_values(
+        self, x: Float[Tensor, "n hid"], rope: tuple[Tensor, Tensor]
+    ) -> tuple[Float[Tensor, "n kv_head dim"], Float[Tensor, "n kv_head dim"]]:
+        key = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
+        return rotate(key, rope), self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+
+    def forward(
+        self,
+        x: Float[Tensor, "q hid"],
+        rope: tuple[Tensor, Tensor],
+        context: tuple[Float[Tensor, "tok kv_head dim"], Float[Tensor, "tok kv_head dim"]],
+        mask: Bool[Tensor, "q key"] | BlockMask,
+    ) -> Float[Tensor, "q hid"]:
+        query = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), rope)
+        key, value = self.keys_values(x, rope)
+        out = attend(query, torch.cat([context[0], key]), torch.cat([context[1], value]), mask)
+        return self.o_proj(out.flatten(1))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Float[Tensor, "q hid"]) -> Float[Tensor, "q hid"]:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP over draft slots."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        x: Float[Tensor, "q hid"],
+        rope: tuple[Tensor, Tensor],
+        context: tuple[Float[Tensor, "tok kv_head dim"], Float[Tensor, "tok kv_head dim"]],
+        mask: Bool[Tensor, "q key"] | BlockMask,
+    ) -> Float[Tensor, "q hid"]:
+        x = x + self.self_attn(self.input_layernorm(x), rope, context, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))

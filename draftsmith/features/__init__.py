@@ -1,0 +1,5 @@
+"""Where features come from: `layout -> function(pack) -> Features`."""
+
+from draftsmith.features.disk import DiskFeatures
+
+__all__ = ["DiskFeatures"]

@@ -1,0 +1,275 @@
+"""The parts of a training run, built from its recipe and checked against each other before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from draftsmith.anchors import BlockShape, default_gamma
+from draftsmith.capture import capture_features
+from draftsmith.checkpoint import Checkpoint, load
+from draftsmith.config import Recipe
+from draftsmith.data.dataset import PreparedDataset, open_prepared, tokenizer_fingerprint
+from draftsmith.data.loader import PackBuilder, make_schedule, pack_stream
+from draftsmith.data.prompts import read_prompts
+from draftsmith.drafters import DRAFTERS, DFlashDrafter
+from draftsmith.errors import UserError
+from draftsmith.evaluate import Case, make_cases
+from draftsmith.optim import MasterAdamW
+from draftsmith.packing import Schedule
+from draftsmith.randomness import keyed_seed
+from draftsmith.run import RunFolder, refuse_other_recipe
+from draftsmith.targets import TARGETS, Target
+from draftsmith.targets.hf import choose_mask_token
+from draftsmith.telemetry import Console
+from draftsmith.types import Features, Pack
+
+SCALE_PACKS = 4  # packs from which the channels' sizes are estimated
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything the loop uses."""
+
+    recipe: Recipe
+    run: RunFolder
+    device: torch.device
+    target: Target
+    builder: PackBuilder
+    schedule: Schedule
+    source: Callable[[Pack], Features]
+    drafter: DFlashDrafter
+    optimizer: MasterAdamW
+    channel_size: Float[Tensor, " tap_hid"]
+    """Root mean square of each feature channel."""
+    cases: list[Case]
+
+
+def build_job(recipe: Recipe, console: Console) -> Job:
+    """Build and check all parts; cheap checks first. Raises UserError or DataError with one clear message."""
+    check_recipe(recipe)
+    refuse_other_recipe(recipe)
+    device = choose_device(recipe.device)
+    dataset = open_prepared(recipe.data.prepared)
+    prompts = (
+        read_prompts(Path(recipe.evaluation.prompts), recipe.evaluation.limit) if recipe.evaluation.prompts else []
+    )
+    schedule, num_cut = make_schedule(
+        dataset,
+        recipe.pack,
+        cut=recipe.data.overlong == "cut",
+        packs_per_step=recipe.optim.packs_per_step,
+        epochs=recipe.optim.epochs,
+        steps=recipe.optim.steps,
+        seed=recipe.seed,
+    )
+    target = TARGETS["hf"](recipe.target, device, recipe.drafter.num_layers)
+    tokenizer_hash = tokenizer_fingerprint(target.tokenizer)
+    _check_tokenizer(dataset, tokenizer_hash)
+    mask = choose_mask_token(target.tokenizer, target.config.vocab_size, recipe.drafter.mask_token_id)
+    drafter_class, build_config = DRAFTERS[recipe.drafter.kind]
+    config = build_config(replace(recipe.drafter, mask_token_id=mask), target.config, target.layer_ids)
+    torch.manual_seed(keyed_seed("weights", recipe.seed) >> 1)
+    drafter = drafter_class(config).to(device=device, dtype=target.head.dtype).train()
+    builder = PackBuilder(dataset, recipe.pack, block_shape(recipe, config), recipe.seed)
+    _introduce(recipe, dataset, schedule, drafter, num_cut, mask, console)
+    if recipe.init and not any((Path(recipe.run) / "checkpoints").glob("step-*")):
+        warm_start(drafter, Path(recipe.init))  # before the run folder exists, so that a mistake leaves none behind
+    prints = {"data": dataset.fingerprint, "target": target.fingerprint, "tokenizer": tokenizer_hash}
+    run = RunFolder(recipe, prints, console.warn)
+    try:
+        return _assemble(recipe, run, device, target, builder, schedule, drafter, prompts, console)
+    except BaseException:
+        run.close()
+        raise
+
+
+def _assemble(
+    recipe: Recipe, run: RunFolder, device, target: Target, builder, schedule, drafter, prompts, console
+) -> Job:
+    """What depends on the run's state: features on disk, the drafter's weights, the optimizer."""
+    source = LAYOUTS[recipe.layout](target, builder, run.path, device, console)
+    channel_size = _channel_size(recipe, run.last, source, builder, schedule, device)
+    scales = {"fc.weight": channel_size} if recipe.optim.feature_scale else {}
+    if recipe.init and not run.last:
+        warm_start(drafter, Path(recipe.init))
+    elif scales:
+        with torch.no_grad():
+            drafter.fc.weight.div_(channel_size)
+    optimizer = MasterAdamW(drafter, recipe.optim, scales)
+    if run.last:
+        _check_names(drafter, weights := run.last.tensors("model"), run.last.path)
+        drafter.load_state_dict(weights)
+        optimizer.load(run.last.tensors("optimizer"))
+        if run.step == schedule.num_steps:
+            console.say(f"{run.path} is finished: all {run.step} steps are done")
+        else:
+            console.say(f"continuing {run.path} from step {run.step} of {schedule.num_steps}")
+    return Job(
+        recipe=recipe,
+        run=run,
+        device=device,
+        target=target,
+        builder=builder,
+        schedule=schedule,
+        source=source,
+        drafter=drafter,
+        optimizer=optimizer,
+        channel_size=channel_size,
+        cases=_cases(recipe, target, prompts, console) if run.step < schedule.num_steps else [],
+    )
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Combinations that cannot work, or options that would have no effect. Raises UserError."""
+    optim, pack = recipe.optim, recipe.pack
+    if not recipe.data.prepared:
+        raise UserError("data.prepared is not given; make it with `draftsmith prepare`")
+    if (optim.noise == "none") != (optim.noise_scale == 0):
+        raise UserError(
+            f"optim.noise is {optim.noise!r} and optim.noise_scale is {optim.noise_scale}; give both or neither"
+        )
+    if recipe.drafter.block_size > pack.tokens:
+        raise UserError(
+            f"drafter.block_size {recipe.drafter.block_size} is larger than pack.tokens {pack.tokens}; "
+            "lower the former or raise the latter"
+        )
+    positive = {
+        "pack.tokens": pack.tokens,
+        "pack.anchors": pack.anchors,
+        "pack.anchors_per_document": pack.anchors_per_document,
+        "pack.anchor_density": pack.anchor_density,
+        "pack.window": pack.window,
+        "optim.lr": optim.lr,
+        "optim.clip": optim.clip,
+        "optim.epochs": optim.epochs,
+        "optim.packs_per_step": optim.packs_per_step,
+        "loss.chunk": recipe.loss.chunk,
+        "log.every": recipe.log.every,
+        "checkpoint.every": recipe.checkpoint.every,
+        "evaluation.every": recipe.evaluation.every,
+        "evaluation.limit": recipe.evaluation.limit,
+        "evaluation.max_new_tokens": recipe.evaluation.max_new_tokens,
+        "drafter.num_layers": recipe.drafter.num_layers,
+    }
+    for name, value in positive.items():
+        if value <= 0:
+            raise UserError(f"{name} is {value}; it must be greater than 0")
+    if recipe.checkpoint.keep < 2:
+        raise UserError(f"checkpoint.keep is {recipe.checkpoint.keep}; at least 2 are kept, so that one can be damaged")
+    if optim.steps is not None and optim.steps <= 0:
+        raise UserError(f"optim.steps is {optim.steps}; it must be greater than 0")
+    if recipe.loss.gamma is not None and recipe.loss.gamma <= 0:
+        raise UserError(f"loss.gamma is {recipe.loss.gamma}; it must be greater than 0")
+
+
+def choose_device(wanted: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise UserError("device is 'cuda' but torch finds no CUDA device; use 'cpu' or 'auto'")
+    return torch.device("cuda" if available and wanted != "cpu" else "cpu")
+
+
+def block_shape(recipe: Recipe, config) -> BlockShape:
+    """What blocks look like, from the drafter's config and the loss options."""
+    return BlockShape(
+        block_size=config.block_size,
+        mask_token_id=config.mask_token_id,
+        gamma=recipe.loss.gamma or default_gamma(config.block_size),
+        window=config.sliding_window,
+        causal_full=config.causal("full_attention"),
+        causal_sliding=config.causal("sliding_attention"),
+    )
+
+
+def warm_start(drafter: DFlashDrafter, folder: Path) -> None:
+    """Weights from a checkpoint folder of a run. Raises UserError naming tensors that do not fit."""
+    if not folder.is_dir():
+        raise UserError(f"init {str(folder)!r} is no folder; give a checkpoint folder, RUN/checkpoints/step-...")
+    weights = load(folder).tensors("model")
+    _check_names(drafter, weights, folder)
+    drafter.load_state_dict(weights)
+
+
+def _check_names(drafter: DFlashDrafter, weights: dict[str, Tensor], folder: Path) -> None:
+    mine = {name: tuple(value.shape) for name, value in drafter.state_dict().items()}
+    theirs = {name: tuple(value.shape) for name, value in weights.items()}
+    wrong = [
+        f"{n} is {theirs.get(n, 'missing')}, expected {mine.get(n, 'nothing')}"
+        for n in sorted(mine | theirs)
+        if mine.get(n) != theirs.get(n)
+    ]
+    if wrong:
+        raise UserError(f"the drafter in {folder} does not fit this recipe: {'; '.join(wrong[:5])}")
+
+
+def _check_tokenizer(dataset: PreparedDataset, tokenizer_hash: str) -> None:
+    if dataset.manifest["inputs"]["tokenizer"] != tokenizer_hash:
+        raise UserError(
+            "data.prepared was made with another tokenizer or chat template than the target's; "
+            "run `draftsmith prepare` again with this target"
+        )
+
+
+def _introduce(recipe, dataset, schedule, drafter, num_cut: int, mask: int, console: Console) -> None:
+    """Say what was understood; nothing that matters happens silently."""
+    tokens, anchors = schedule.fill()
+    trained = sum(p.numel() for p in drafter.parameters())
+    config = drafter.config
+    console.say(
+        f"drafter: {config.num_hidden_layers} layers, block {config.block_size}, {trained / 1e6:.1f} M weights; "
+        f"taps {config.target_layer_ids}, mask token {mask}"
+    )
+    console.say(
+        f"data: {len(dataset):,} samples, {int(schedule.lengths.sum()):,} tokens; packs of {recipe.pack.tokens:,} "
+        f"tokens filled to {tokens:.1%}, anchor slots to {anchors:.1%}; {schedule.num_steps} steps"
+    )
+    if num_cut:
+        console.warn(f"{num_cut} samples are cut to pack.tokens = {recipe.pack.tokens}")
+    occurrences = dataset.count_token(mask)
+    if occurrences:
+        console.warn(f"mask token {mask} occurs {occurrences} times in the data; choose one that never does")
+
+
+def _colocated(target: Target, builder, folder: Path, device, console: Console) -> Callable[[Pack], Features]:
+    return target.capture
+
+
+def _offline(target: Target, builder, folder: Path, device, console: Console) -> Callable[[Pack], Features]:
+    def report(done: int, total: int) -> None:
+        if done == total or done % 100 < 8:
+            console.say(f"capturing features: {done:,} of {total:,} samples")
+
+    return capture_features(target, builder, folder / "features", device, report)
+
+
+LAYOUTS = {"colocated": _colocated, "offline": _offline}
+
+
+def _channel_size(
+    recipe: Recipe, last: Checkpoint | None, source, builder: PackBuilder, schedule: Schedule, device: torch.device
+) -> Float[Tensor, " tap_hid"]:
+    """Root mean square of every feature channel over the first packs; taken from the checkpoint when resuming."""
+    if last:
+        return last.tensors("optimizer")["channel_size"].to(device)
+    squares, count = torch.zeros((), device=device), 0
+    for pack in islice(pack_stream(builder, schedule, 0, workers=0), SCALE_PACKS):
+        context = source(pack.to(device)).context[: pack.num_tokens].float()
+        sound = context.isfinite().all(dim=1, keepdim=True)  # the step that meets the others is skipped and says so
+        squares = squares + torch.where(sound, context, 0.0).square().sum(dim=0)
+        count = count + sound.sum()
+    size = (squares / count).sqrt()
+    return size.clamp_min(1e-6 * float(size.max()))
+
+
+def _cases(recipe: Recipe, target: Target, prompts: list, console: Console) -> list[Case]:
+    if not prompts:
+        return []
+    console.say(f"decoding {len(prompts)} held-out prompts without a drafter, for comparison")
+    return make_cases(target, prompts, recipe.evaluation, lambda done: None)

@@ -1,0 +1,88 @@
+"""Cross-entropy through the target's frozen head, without ever holding all logits.
+
+The head is frozen, so a row needs two matrix products only: its logits, and the gradient of the loss with respect to
+its hidden state. Both happen in the forward pass, chunk by chunk; the gradient is all that is kept. Weights are known
+beforehand, so the gradient is exact, and it is the gradient of the weighted *sum*: the caller divides once, by the
+weight of the whole optimizer step over all packs and ranks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+class RowLoss(NamedTuple):
+    """What the frozen head says about each row."""
+
+    total: Float[Tensor, ""]
+    """Weighted sum of the rows' cross-entropies; the only part with a gradient."""
+    nll: Float[Tensor, " row"]
+    correct: Bool[Tensor, " row"]
+    """The label is the head's first choice."""
+    in_topk: Bool[Tensor, " row"]
+    """Fewer than k tokens score higher than the label; all False when topk is 0."""
+
+
+class FrozenHeadLoss(torch.autograd.Function):
+    """See the module's text. `forward` returns RowLoss's four tensors."""
+
+    @staticmethod
+    def forward(ctx, hidden, head, label, weight, chunk: int, topk: int):
+        gradient = torch.empty_like(hidden)
+        nll = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+        correct = torch.empty(hidden.shape[0], dtype=torch.bool, device=hidden.device)
+        in_topk = torch.zeros_like(correct)
+        chunk_loss = _fused_chunk if hidden.is_cuda and hidden.dtype == torch.bfloat16 else _chunk
+        for start in range(0, hidden.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            slope = chunk_loss(
+                hidden[rows] @ head.T, label[rows], weight[rows], nll[rows], correct[rows], in_topk[rows], topk
+            )
+            torch.mm(slope, head, out=gradient[rows])
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(nll, correct, in_topk)
+        return (nll * weight).sum(), nll, correct, in_topk
+
+    @staticmethod
+    def backward(ctx, grad_total, *_):
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_total, None, None, None, None, None
+
+
+def _chunk(logits, label, weight, nll, correct, in_topk, topk: int) -> Float[Tensor, "row voc"]:
+    """Fill `nll`, `correct`, `in_topk` for a chunk; returns the gradient of its weighted loss. The reference."""
+    kind, logits, want = logits.dtype, logits.float(), label[:, None]
+    highest, first = logits.max(dim=1, keepdim=True)
+    wanted = logits.gather(1, want)
+    correct.copy_((first == want)[:, 0])
+    if topk:
+        in_topk.copy_((logits > wanted).sum(dim=1) < topk)
+    odds = logits.sub_(highest).exp_()
+    norm = odds.sum(dim=1, keepdim=True)
+    nll.copy_((norm.log() + highest - wanted)[:, 0])
+    return odds.mul_(weight[:, None] / norm).scatter_add_(1, want, -weight[:, None]).to(kind)
+
+
+def _fused_chunk(logits, label, weight, nll, correct, in_topk, topk: int) -> Float[Tensor, "row voc"]:
+    """The same in one kernel, in place."""
+    from draftsmith.row_kernel import loss_and_slope_  # Triton, which a CPU machine may not have
+
+    loss_and_slope_(logits, label, weight, nll, correct, in_topk, topk)
+    return logits
+
+
+def frozen_head_loss(
+    hidden: Float[Tensor, "row hid"],
+    head: Float[Tensor, "voc hid"],
+    label: Int[Tensor, " row"],
+    weight: Float[Tensor, " row"],
+    *,
+    chunk: int,
+    topk: int = 0,
+) -> RowLoss:
+    """Weighted cross-entropy of `hidden @ head.T` against `label`; logits exist for `chunk` rows at a time."""
+    return RowLoss(*FrozenHeadLoss.apply(hidden, head, label, weight, chunk, topk))

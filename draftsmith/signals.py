@@ -1,0 +1,28 @@
+"""SIGINT and SIGTERM as a request: finish the step, save once, say how to continue."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+
+class StopRequest:
+    """A context in which the first SIGINT or SIGTERM sets `name`; the second one has its ordinary effect."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+
+    def __enter__(self) -> StopRequest:
+        self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.name = signal.Signals(number).name
+        for each, handler in self._before.items():
+            signal.signal(each, handler)

@@ -1,0 +1,228 @@
+"""A frozen transformers causal LM of the Llama, Qwen2 or Qwen3 family as a target.
+
+Taps are forward hooks on the chosen blocks: feature i is the *output* of block i, `hidden_states[i + 1]` of
+transformers, before the next block's norm. Capturing runs a trunk that ends with the last tapped block and has neither
+final norm nor head.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+from pathlib import Path
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from draftsmith.config import TargetOptions
+from draftsmith.errors import UserError
+from draftsmith.types import Features, Pack
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+def default_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+    """DFlash's choice: one tap per draft layer, evenly spaced from block 1 to block L - 3, rounded half to even.
+
+    One draft layer (or a target too shallow to spread over) taps block L // 2.
+    """
+    if num_draft_layers == 1 or num_target_layers < 5:
+        return (num_target_layers // 2,)
+    step = (num_target_layers - 4) / (num_draft_layers - 1)
+    return tuple(sorted({round(1 + i * step) for i in range(num_draft_layers)}))
+
+
+class HFTarget:
+    """See `targets.base.Target`. Weights are frozen; documents of a pack do not see each other."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer, layer_ids: tuple[int, ...], fingerprint: str = "") -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.layer_ids = layer_ids
+        self.fingerprint = fingerprint
+        self.eos_ids = _eos_ids(getattr(model, "generation_config", None), model.config, tokenizer)
+        self._taps: dict[int, Tensor] = {}
+        for number in layer_ids:
+            self.model.model.layers[number].register_forward_hook(self._tap(number))
+        self._trunk = _truncate(self.model.model, max(layer_ids) + 1)  # type: ignore[arg-type]
+        # transformers renamed the argument that takes the cache (5.17 to 5.24); one look settles it.
+        named = inspect.signature(type(self.model.model).forward).parameters
+        self._cache_name = "cache" if "cache" in named else "past_key_values"
+
+    @property
+    def config(self) -> PretrainedConfig:
+        return self.model.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.device
+
+    @property
+    def head(self) -> Float[Tensor, "voc hid"]:
+        return self.model.get_output_embeddings().weight
+
+    def embed(self, tokens: Int[Tensor, " *n"]) -> Float[Tensor, "*n hid"]:
+        return self.model.get_input_embeddings()(tokens)
+
+    @torch.no_grad()
+    def capture(self, pack: Pack) -> Features:
+        self._trunk(
+            input_ids=pack.tokens[None],
+            position_ids=pack.position[None],
+            attention_mask=document_mask(pack.doc_start)[None, None],
+            use_cache=False,
+        )
+        return Features(context=self._take_taps())
+
+    def new_cache(self) -> DynamicCache:
+        return DynamicCache()
+
+    @torch.no_grad()
+    def extend(
+        self, tokens: Int[Tensor, " n"], cache: DynamicCache
+    ) -> tuple[Float[Tensor, "n voc"], Float[Tensor, "n tap_hid"]]:
+        out = self.model(input_ids=tokens[None], use_cache=True, **{self._cache_name: cache})
+        return out.logits[0], self._take_taps()
+
+    def _tap(self, number: int):
+        def keep(_module, _inputs, output) -> None:
+            self._taps[number] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+    def _take_taps(self) -> Float[Tensor, "n tap_hid"]:
+        context = torch.cat([self._taps[i] for i in self.layer_ids], dim=-1)[0]
+        self._taps.clear()
+        return context
+
+
+def document_mask(doc_start: Int[Tensor, " tok"]) -> Bool[Tensor, "tok tok"]:
+    """True where a token sees another: causal, and within its document. The reference for packed attention."""
+    index = torch.arange(doc_start.shape[0], device=doc_start.device)
+    return (index[None] >= doc_start[:, None]) & (index[None] <= index[:, None])
+
+
+def read_config(options: TargetOptions) -> PretrainedConfig:
+    """The target's config. Raises UserError for a path that is no model of a supported family."""
+    if not options.path:
+        raise UserError("target.path is not given; set it to the target's folder or hub name")
+    if Path(options.path).is_dir() and not (Path(options.path) / "config.json").is_file():
+        raise UserError(f"target.path {options.path!r} has no config.json; give a Hugging Face model folder")
+    try:
+        config = AutoConfig.from_pretrained(
+            options.path, revision=options.revision, trust_remote_code=options.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"target.path {options.path!r} could not be read as a model: {reason}") from error
+    if config.model_type not in FAMILIES:
+        raise UserError(
+            f"target.path {options.path!r} is of family {config.model_type!r}; supported: {', '.join(FAMILIES)}"
+        )
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        raise UserError(f"target.path {options.path!r} has sliding-window layers, which are not supported yet")
+    return config
+
+
+def load_target(options: TargetOptions, device: torch.device, num_draft_layers: int = 1) -> HFTarget:
+    """Load and freeze the target that the options name. Raises UserError for what cannot be a target."""
+    config = read_config(options)
+    layer_ids = options.layer_ids
+    if layer_ids is None:
+        layer_ids = default_layer_ids(config.num_hidden_layers, num_draft_layers)
+    _check_layer_ids(layer_ids, config.num_hidden_layers)
+    dtype = options.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+    named = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    model = AutoModelForCausalLM.from_pretrained(
+        options.path, dtype=getattr(torch, dtype), attn_implementation="sdpa", **named
+    ).to(device=device)
+    tokenizer = AutoTokenizer.from_pretrained(options.path, **named)
+    return HFTarget(model, tokenizer, tuple(layer_ids), fingerprint(model))
+
+
+def load_tokenizer(options: TargetOptions):
+    """The target's tokenizer alone, for the verbs that need no weights."""
+    read_config(options)
+    return AutoTokenizer.from_pretrained(
+        options.path, revision=options.revision, trust_remote_code=options.trust_remote_code
+    )
+
+
+def end_ids(options: TargetOptions, tokenizer) -> tuple[int, ...]:
+    """Tokens that end the target's answer, by its config, its generation config and its tokenizer; no weights read."""
+    config = read_config(options)
+    try:
+        generation = GenerationConfig.from_pretrained(options.path, revision=options.revision or "main")
+    except OSError:  # a model folder need not have one
+        generation = None
+    return tuple(sorted(_eos_ids(generation, config, tokenizer)))
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """SHA-256 over the config and, for each weight tensor, its name, shape and a spread of 4,096 of its values."""
+    digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.reshape(-1)
+        sample = flat[:: max(1, flat.numel() // 4096)].float().cpu().contiguous()
+        digest.update(f"{name}{tuple(tensor.shape)}".encode() + sample.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def choose_mask_token(tokenizer, vocab_size: int, wanted: int | None) -> int:
+    """The mask token's id: the one asked for, checked, or the first row of the embedding past the tokenizer's ids."""
+    used = {name: getattr(tokenizer, f"{name}_token_id", None) for name in ("eos", "pad", "bos", "unk")}
+    if wanted is None:
+        if len(tokenizer) < vocab_size:
+            return len(tokenizer)
+        spare = [i for i in tokenizer.added_tokens_decoder if i not in used.values()]
+        spare = [i for i in spare if tokenizer.added_tokens_decoder[i].content not in (tokenizer.chat_template or "")]
+        raise UserError(
+            "drafter.mask_token_id is not given and the target's embedding has no unused row; choose an id that never "
+            f"occurs in text, for example one of these special tokens: {spare[:8]}"
+        )
+    for name, number in used.items():
+        if wanted == number:
+            raise UserError(
+                f"drafter.mask_token_id {wanted} is the tokenizer's {name} token, which occurs in text; "
+                "choose an id that never does, or leave it out to have an unused one chosen"
+            )
+    return wanted
+
+
+def _check_layer_ids(layer_ids: tuple[int, ...], num_layers: int) -> None:
+    """The last block is refused: its tuple entry in transformers is already normed, and servers disagree about it."""
+    wrong = [i for i in layer_ids if not 0 <= i < num_layers - 1]
+    if wrong or not layer_ids or len(set(layer_ids)) != len(layer_ids):
+        raise UserError(
+            f"target.layer_ids {list(layer_ids)}: give distinct 0-based blocks from 0 to {num_layers - 2} "
+            "(the last block cannot be tapped)"
+        )
+
+
+def _truncate(decoder: PreTrainedModel, num_layers: int) -> PreTrainedModel:
+    """A view of the decoder that shares its weights, ends after `num_layers` blocks and has no final norm."""
+    trunk = copy.copy(decoder)
+    trunk._modules = dict(decoder._modules)
+    trunk.layers = decoder.layers[:num_layers]
+    trunk.norm = nn.Identity()
+    return trunk
+
+
+def _eos_ids(generation: GenerationConfig | None, config: PretrainedConfig, tokenizer) -> frozenset[int]:
+    ids = set()
+    for source in (getattr(generation, "eos_token_id", None), config.eos_token_id, tokenizer.eos_token_id):
+        ids.update(source if isinstance(source, list) else [source])
+    return frozenset(i for i in ids if i is not None)

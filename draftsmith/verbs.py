@@ -1,0 +1,189 @@
+"""What each verb does, in the order a newcomer meets them. Every verb ends with the next command."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+import torch
+
+from draftsmith import config
+from draftsmith.anchors import BlockShape, build_blocks, default_gamma, draw_anchors
+from draftsmith.checkpoint import Checkpoint
+from draftsmith.data.chat import render_prompt
+from draftsmith.data.dataset import PreparedDataset, open_prepared, tokenizer_fingerprint
+from draftsmith.data.dataset import prepare as prepare_set
+from draftsmith.data.prompts import read_prompts
+from draftsmith.data.regenerate import regenerate as answer
+from draftsmith.decode import Decoded, Sampling, decode_speculative
+from draftsmith.drafters import DRAFTERS, DFlashDrafter
+from draftsmith.errors import UserError
+from draftsmith.evaluate import evaluate as measure
+from draftsmith.evaluate import make_cases
+from draftsmith.job import choose_device
+from draftsmith.preview import BlockRow, preview_block, preview_rows, statistics
+from draftsmith.recipe import bundled_recipes, find_recipe, read_recipe
+from draftsmith.run import find_checkpoint
+from draftsmith.targets import HFTarget, load_target
+from draftsmith.targets.hf import choose_mask_token, end_ids, load_tokenizer, read_config
+from draftsmith.telemetry import Console
+from draftsmith.train import train as run_training
+from draftsmith.types import Sample
+
+
+def recipes(command: config.RecipesCommand) -> None:
+    """ls, show NAME, cp NAME TO."""
+    console = Console()
+    if command.action == "ls":
+        for name, path in bundled_recipes().items():
+            console.say(f"{name:<20} {path.read_text().splitlines()[0].lstrip('# ')}")
+        console.say("next: draftsmith recipes cp NAME my.toml")
+        return
+    if not command.name:
+        raise UserError(f"recipes {command.action} needs a name; one of: {', '.join(bundled_recipes())}")
+    path = find_recipe(command.name)
+    if command.action == "show":
+        console.say(path.read_text().rstrip())
+        return
+    to = Path(command.to or f"{path.stem}.toml")
+    if to.exists():
+        raise UserError(
+            f"{to} exists and is not overwritten; give another name: draftsmith recipes cp {path.stem} NAME"
+        )
+    shutil.copyfile(path, to)
+    console.say(f"wrote {to}\nnext: edit it, then draftsmith prepare {to}")
+
+
+def regenerate(command: config.RegenerateCommand) -> None:
+    console = Console()
+    device = choose_device(command.device)
+    target = load_target(command.target, device)
+    counts = answer(target.model, target.tokenizer, command.regenerate, device=device, report=console.say)
+    console.say(", ".join(f"{name} {value:,.0f}" for name, value in counts.items()))
+    console.say(
+        f"next: draftsmith prepare --target.path {command.target.path} "
+        f"--data.conversations {command.regenerate.output} --data.prepared FOLDER"
+    )
+
+
+def prepare(command: config.PrepareCommand) -> None:
+    console = Console()
+    tokenizer = load_tokenizer(command.target)
+    prepare_set(
+        tokenizer,
+        tokenizer_fingerprint(tokenizer),
+        command.data,
+        console.say,
+        end_ids=end_ids(command.target, tokenizer),
+    )
+    console.say(f"next: draftsmith preview --target.path {command.target.path} --data.prepared {command.data.prepared}")
+
+
+def preview(command: config.PreviewCommand) -> None:
+    console = Console()
+    dataset, tokenizer = open_prepared(command.data.prepared), load_tokenizer(command.target)
+    console.show(statistics(dataset))
+    for row in preview_rows(dataset, tokenizer, command.rows, colour=console.colour):
+        console.show(row)
+    sample, block = first_block(command, dataset, tokenizer)
+    console.show(preview_block(tokenizer, sample.tokens, block, colour=console.colour))
+    console.say("next: draftsmith train RECIPE")
+
+
+def first_block(command: config.PreviewCommand, dataset: PreparedDataset, tokenizer) -> tuple[Sample, BlockRow]:
+    """A block of the first row that has a legal anchor, exactly as the loader makes it in the first epoch."""
+    sample = dataset[int((dataset.legal_counts > 0).argmax())]
+    size, options = command.drafter.block_size, command.drafter
+    mask = choose_mask_token(tokenizer, read_config(command.target).vocab_size, options.mask_token_id)
+    shape = BlockShape(
+        block_size=size, mask_token_id=mask, gamma=command.loss.gamma or default_gamma(size), window=None
+    )
+    anchor = draw_anchors(sample, 1, command.seed, epoch=0)
+    start, end = anchor * 0, anchor * 0 + len(sample.tokens)
+    blocks = build_blocks(sample.tokens, sample.supervised, anchor, start, end, 1, shape)
+    row = BlockRow(
+        anchor=int(anchor[0]),
+        context_start=0,
+        tokens=blocks.tokens[0].numpy(),
+        position=blocks.position[0].numpy(),
+        label=blocks.label[0].numpy(),
+        weight=blocks.weight[0].numpy(),
+    )
+    return sample, row
+
+
+def train(recipe: config.Recipe) -> None:
+    console = Console()
+    results = run_training(recipe, console)
+    if results["accept_length_after"] is not None:
+        console.say(f"accept length {results['accept_length_after']:.2f} on held-out prompts (1.00 would be no help)")
+    console.say(f'run folder: {recipe.run}\nnext: draftsmith generate {recipe.run} "your question"')
+
+
+def evaluate(command: config.EvaluateCommand) -> None:
+    """Decode held-out prompts with a trained drafter. What is not given comes from the run's recipe (see `cli`)."""
+    console = Console()
+    recipe, target, drafter, found = open_run(command.run, command.checkpoint, command.device, console)
+    options = command.evaluation
+    if not options.prompts:
+        raise UserError(
+            "evaluation.prompts is not given and the run's recipe names none; give --evaluation.prompts FILE"
+        )
+    prompts = read_prompts(Path(options.prompts), options.limit)
+    console.say(f"{found.path.name} of {command.run}, {len(prompts)} prompts of {options.prompts}")
+    cases = make_cases(target, prompts, options, lambda done: None)
+    result = measure(target, drafter, cases, options, recipe.seed)
+    console.say(f"accept length          {result.accept_length:.3f}  (mean over responses)")
+    console.say(f"accept length, pooled  {result.accept_length_pooled:.3f}  (all tokens over all cycles)")
+    console.say("accepted by slot       " + " ".join(f"{rate:.2f}" for rate in result.accept_rate_by_slot))
+    for tag, length in result.by_tag.items():
+        console.say(f"  {tag:<20} {length:.3f}")
+    if result.lossless is not None:
+        console.say(f"lossless               {result.num_equal} of {result.prompts} outputs equal to plain decoding")
+    console.say(f'next: draftsmith generate {command.run} "your question"')
+
+
+def generate(command: config.GenerateCommand) -> None:
+    console = Console()
+    _, target, drafter, found = open_run(command.run, command.checkpoint, command.device, console)
+    prompt = render_prompt(target.tokenizer, [{"role": "user", "content": command.prompt}])
+    decoded = decode_speculative(
+        target,
+        drafter,
+        torch.from_numpy(prompt).to(target.device),
+        command.max_new_tokens,
+        Sampling(temperature=command.temperature, top_k=command.top_k, top_p=command.top_p),
+        torch.Generator().manual_seed(command.seed),
+    )
+    show_answer(target, decoded, console)
+    console.say(f"next: draftsmith evaluate {command.run}")
+
+
+def show_answer(target: HFTarget, decoded: Decoded, console: Console) -> None:
+    """The answer with accepted tokens marked, and how many cycles it took."""
+    told = [(t, d) for t, d in zip(decoded.tokens, decoded.drafted, strict=True) if t not in target.eos_ids]
+    runs = [(mark, [token for token, _ in run]) for mark, run in groupby(told, key=lambda pair: pair[1])]
+    pieces = [(target.tokenizer.decode(tokens, skip_special_tokens=False), mark) for mark, tokens in runs]
+    console.marked(pieces)
+    console.say(
+        f"({sum(decoded.drafted)} of {len(decoded.tokens)} tokens came from the drafter; {len(decoded.cycles)} cycles, "
+        f"{decoded.accept_length or 1:.2f} tokens each)"
+    )
+
+
+def open_run(
+    run: str, name: str, device: str, console: Console
+) -> tuple[config.Recipe, HFTarget, DFlashDrafter, Checkpoint]:
+    """A run's recipe, its target, and the drafter of one of its checkpoints."""
+    folder = Path(run)
+    if not (folder / "recipe.toml").is_file():
+        raise UserError(f"{run!r} is no run folder (it holds no recipe.toml); give the folder that train printed")
+    recipe = read_recipe(str(folder / "recipe.toml"))
+    found = find_checkpoint(folder, name, console.warn)
+    drafter_class, _ = DRAFTERS[recipe.drafter.kind]
+    drafter = drafter_class.from_files(found.document("config.json"), found.tensors("model"))
+    options = replace(recipe.target, layer_ids=tuple(drafter.config.target_layer_ids))
+    target = load_target(options, choose_device(device))
+    return recipe, target, drafter.to(device=target.device, dtype=target.head.dtype).eval(), found

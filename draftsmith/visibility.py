@@ -1,0 +1,103 @@
+"""What each draft slot may see, as numbers: two half-open intervals per slot.
+
+    context  [ctx_lo, ctx_hi)   tokens of the pack, whose features the target computed
+    draft    [blk_lo, blk_hi)   draft slots of the pack, flat (block * B + slot)
+
+A block with anchor a sees context at doc_start <= t < a: strictly before the anchor, because the anchor's own feature
+does not exist yet when the block is drafted. It sees its own block and never another one. A window of w counts the
+current token (query - key < w), so it slides with the slot, in the context as in the block. Document rule, strictness,
+window, in-block rule and padding are all in the numbers: one mask function serves every layer and step.
+Rules: DFlash, arXiv 2602.06036, section 4; windows as the servers have them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from draftsmith.types import Intervals
+
+
+def intervals(
+    anchor: Int[np.ndarray, " anc"],
+    doc_start: Int[np.ndarray, " anc"],
+    block_size: int,
+    *,
+    window: int | None,
+    causal: bool,
+) -> Intervals:
+    """Interval ends of every draft slot. `anchor` is -1 for an empty slot, which sees its own block only."""
+    slot = np.arange(block_size)[None, :]
+    first = np.arange(len(anchor))[:, None] * block_size  # slot 0 of each block, flat
+    empty = anchor[:, None] < 0
+    reach = block_size if window is None else window  # how far back within the block
+    ctx_lo = np.broadcast_to(doc_start[:, None], empty.shape)
+    if window is not None:
+        ctx_lo = np.maximum(ctx_lo, anchor[:, None] + slot - window + 1)
+    ctx_hi = np.broadcast_to(anchor[:, None], (len(anchor), block_size))
+    ctx_lo, ctx_hi = np.where(empty, 0, ctx_lo), np.where(empty, 0, ctx_hi)
+    ctx_lo = np.minimum(np.broadcast_to(ctx_lo, ctx_hi.shape), ctx_hi)  # a window may have left the context behind
+    blk_lo = first + np.maximum(0, slot - reach + 1)
+    blk_hi = first + (slot + 1 if causal else np.full_like(slot, block_size))
+
+    def flat(ends) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(np.broadcast_to(ends, ctx_hi.shape), dtype=np.int32).reshape(-1))
+
+    return Intervals(ctx_lo=flat(ctx_lo), ctx_hi=flat(ctx_hi), blk_lo=flat(blk_lo), blk_hi=flat(blk_hi))
+
+
+def dense_mask(spans: Intervals, num_context: int) -> Bool[Tensor, "q key"]:
+    """True where a draft slot sees a key; keys are the context tokens, then every draft slot."""
+    num_slots = spans.ctx_lo.shape[0]
+    context = torch.arange(num_context, device=spans.ctx_lo.device)
+    draft = torch.arange(num_slots, device=spans.ctx_lo.device)
+    sees_context = (context >= spans.ctx_lo[:, None]) & (context < spans.ctx_hi[:, None])
+    sees_draft = (draft >= spans.blk_lo[:, None]) & (draft < spans.blk_hi[:, None])
+    return torch.cat([sees_context, sees_draft], dim=1)
+
+
+TILE = 128
+"""Rows and columns of a tile of scores, as attention kernels skip them."""
+
+
+class TileLists(NamedTuple):
+    """Per tile of 128 draft slots: which tiles of 128 keys hold anything, split in those seen whole and the others.
+
+    Only the first `num` entries of a row mean something.
+    """
+
+    num_partial: Int[Tensor, " q_tile"]
+    partial: Int[Tensor, "q_tile key_tile"]
+    num_full: Int[Tensor, " q_tile"]
+    full: Int[Tensor, "q_tile key_tile"]
+
+
+def tile_lists(spans: Intervals, num_context: int) -> TileLists:
+    """The tiles a kernel must compute, from per-tile bounds of the interval ends: a few elementwise operations.
+
+    With sorted anchors the bounds are tight. A tile that is listed without need costs time, never correctness: the mask
+    still applies to every tile that is not full.
+    """
+    num_slots = spans.ctx_lo.shape[0]
+    start = torch.arange(0, num_context + num_slots, TILE, device=spans.ctx_lo.device)
+    present = torch.zeros(num_slots // TILE, start.shape[0], dtype=torch.bool, device=start.device)
+    whole = present.clone()
+    draft = ((spans.blk_lo + num_context), (spans.blk_hi + num_context))
+    for lo, hi in ((spans.ctx_lo, spans.ctx_hi), draft):
+        lo, hi = lo.view(-1, TILE), hi.view(-1, TILE)
+        some = lo < hi  # a row that sees nothing here has no say in what is present, and forbids a whole tile
+        first = torch.where(some, lo, num_context + num_slots).amin(1, keepdim=True)
+        last = torch.where(some, hi, 0).amax(1, keepdim=True)
+        present |= (first < start + TILE) & (last > start)
+        whole |= (lo.amax(1, keepdim=True) <= start) & (hi.amin(1, keepdim=True) >= start + TILE)
+    return TileLists(*_listed(present & ~whole), *_listed(whole))
+
+
+def _listed(chosen: Bool[Tensor, "q_tile key_tile"]) -> tuple[Int[Tensor, " q_tile"], Int[Tensor, "q_tile key_tile"]]:
+    """How many tiles of each row are chosen, and their numbers, ascending, before those of the others."""
+    order = torch.argsort((~chosen).int(), dim=1, stable=True)
+    return chosen.sum(dim=1, dtype=torch.int32), order.int()

@@ -1,0 +1,149 @@
+"""The preview: what is marked, what one block shows, and that no text of the data can steer the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+
+import numpy as np
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from draftsmith.config import DataOptions
+from draftsmith.data.dataset import open_prepared, prepare, tokenizer_fingerprint
+from draftsmith.errors import UserError
+from draftsmith.preview import BlockRow, preview_block, preview_rows, statistics
+from tests.tiny import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    def make(*rows):
+        with open(tmp_path / "c.jsonl", "w") as file:
+            for question, answer, *tags in rows:
+                messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+                file.write(json.dumps({"messages": messages, "tags": tags}) + "\n")
+        options = DataOptions(conversations=str(tmp_path / "c.jsonl"), prepared=str(tmp_path / "out"))
+        prepare(TOKENIZER, tokenizer_fingerprint(TOKENIZER), options, lambda line: None)
+        return open_prepared(tmp_path / "out")
+
+    return make
+
+
+def printed(items, *, terminal):
+    """What a console writes, escape codes included."""
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=terminal, color_system="standard" if terminal else None, width=500)
+    for item in items:
+        console.print(item) if isinstance(item, Text) else print(item, file=stream)
+    return stream.getvalue()
+
+
+def test_plain_rows_mark_what_is_supervised(prepared):
+    dataset = prepared(("Hi", "Yo!", "maths"), ("Ho", "No."))
+    rows = preview_rows(dataset, TOKENIZER, 5, colour=False)
+    assert len(rows) == 2 and all(isinstance(row, str) for row in rows)
+    assert rows[0] == (
+        f"--- {dataset.ids[0]}: {len(dataset[0].tokens)} tokens, 4 supervised, tags maths\n"
+        "<|im_start|>user\\n\nHi<|im_end|>\\n\n<|im_start|>assistant\\n\n[[Yo!<|im_end|>]]\\n\n"
+    )
+    assert len(preview_rows(dataset, TOKENIZER, 1, colour=False)) == 1
+    assert preview_rows(dataset, TOKENIZER, 0, colour=False) == []
+    with pytest.raises(UserError, match="rows is -1"):
+        preview_rows(dataset, TOKENIZER, -1, colour=False)
+
+
+def test_coloured_rows(prepared):
+    (row,) = preview_rows(prepared(("Hi", "Yo!")), TOKENIZER, 1, colour=True)
+    styles = {row.plain[span.start : span.end]: span.style for span in row.spans}
+    assert styles["Yo!<|im_end|>"] == "green"
+    assert styles["<|im_start|>user\\n\nHi<|im_end|>\\n\n<|im_start|>assistant\\n\n"] == "bright_black"
+    assert "\x1b[32mYo!<|im_end|>\x1b[0m" in printed([row], terminal=True)
+    assert "[[" not in row.plain
+
+
+EVIL = "[bold red]x[/] \x1b[31mred\x1b[0m \x07 \x9b2J \u202etxet\u200b a\tb\r \u2028 [[fake]] :smile: é 日"
+
+
+@pytest.mark.parametrize("colour", [False, True])
+def test_nothing_in_the_data_steers_the_terminal(prepared, colour):
+    dataset = prepared((EVIL, EVIL, EVIL))
+    out = printed(preview_rows(dataset, TOKENIZER, 1, colour=colour), terminal=False)
+    for visible in ("[bold red]x[/]", "\\x1b[31mred\\x1b[0m", "\\x07", "\\x9b2J", "\\u202etxet\\u200b", "a\\tb\\r"):
+        assert out.count(visible) == 3, visible
+    assert out.count("\\u2028") == 3 and out.count(":smile: é 日") == 3
+    assert not set(out) & set("\x1b\x07\x9b\u202e\u200b\t\r\u2028")
+    fake = "\\[\\[fake\\]\\]" if not colour else "[[fake]]"
+    assert out.count(fake) >= 2
+    if colour:
+        assert "\x1b[31m" not in printed(preview_rows(dataset, TOKENIZER, 1, colour=True), terminal=True)
+
+
+def test_the_middle_of_a_long_context_is_left_out(prepared):
+    (row,) = preview_rows(prepared(("x" * 1000, "y" * 900)), TOKENIZER, 1, colour=False)
+    assert "\n... 819 tokens of context left out ...\n" in row  # of 6 + 1000 + 13
+    assert [len(stretch) for stretch in re.findall("xx+|yy+", row)] == [94, 87, 900]
+
+
+def block(anchor, size, tokens, supervised_end, context_start=0):
+    slots = np.arange(size)
+    scored = (anchor + slots < supervised_end) & (slots > 0)
+    label = np.where(scored, tokens[np.minimum(anchor + slots, len(tokens) - 1)], 0)
+    given = np.full(size, 300)
+    given[0] = tokens[anchor]
+    weight = np.where(scored, np.exp(-(slots - 1) / 4), 0).astype(np.float32)
+    return BlockRow(
+        anchor=anchor,
+        context_start=context_start,
+        tokens=given,
+        position=anchor - context_start + slots,
+        label=label,
+        weight=weight,
+    )
+
+
+def test_a_block(prepared):
+    sample = prepared(("Hi", "Yo!"))[0]
+    anchor = int(np.flatnonzero(sample.supervised)[1])
+    view = preview_block(TOKENIZER, sample.tokens, block(anchor, 4, sample.tokens, anchor + 3), colour=False)
+    rows = view.splitlines()
+    assert anchor == 22
+    assert rows == [
+        "anchor at 22; it sees tokens 0 to 21, which end with: <|im_start|>assistant\\nY",
+        "slot  position  input       label             weight",
+        f"0     22        {word('o'):<10}  -                 0.000",
+        f"1     23        mask (300)  {word('!'):<16}  1.000",
+        f"2     24        mask (300)  {word('<|im_end|>'):<16}  0.779",
+        "3     25        mask (300)  -                 0.000",
+    ]
+
+
+def word(text):
+    return f"'{text}' ({TOKENIZER.convert_tokens_to_ids(text)})"
+
+
+def test_a_block_in_colour():
+    tokens = np.array(TOKENIZER("ab\ncd")["input_ids"])
+    view = preview_block(TOKENIZER, tokens, block(1, 3, tokens, 4), colour=True)
+    green = [view.plain[span.start : span.end] for span in view.spans if span.style == "green"]
+    assert [line.split()[0] for line in green] == ["1", "2"]
+    assert "'\\n'" in green[0] and len(view.plain.splitlines()) == 5
+
+
+def test_a_block_with_nothing_before_it():
+    tokens = np.array(TOKENIZER("abcd")["input_ids"])
+    view = preview_block(TOKENIZER, tokens, block(0, 2, tokens, 4), colour=False)
+    assert view.splitlines()[0] == "anchor at 0; it sees tokens none"
+
+
+def test_statistics(prepared):
+    dataset = prepared(("Hi", "Yo!", "maths", "en\x1b"), ("Ho", "No.", "maths"))
+    tokens = int(dataset.lengths.sum())
+    assert statistics(dataset) == (
+        f"2 rows, {tokens} tokens, {8 / tokens:.1%} supervised, longest {dataset.lengths.max()}, "
+        "tags: en\\x1b 1, maths 2"
+    )

@@ -1,0 +1,99 @@
+"""What a draft slot sees: the dense mask against loops that follow the rules in words."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from draftsmith.visibility import dense_mask, intervals
+
+BLOCK = 4
+NUM_CONTEXT = 40
+# Documents of 12, 1 and 20 tokens and a tail. Anchors: one without context, crowded ones, one right after the
+# one-token document, one at a document's last token, and two empty slots.
+ANCHORS = [0, 5, 6, 11, 13, 20, 32, -1, -1]
+STARTS = [0, 0, 0, 0, 13, 13, 13, 0, 0]
+WINDOWS = [None, 1, 3, 4, 5, 9, 100]
+
+
+def slot_sees_context(anchor: int, start: int, slot: int, token: int, window: int | None) -> bool:
+    if anchor < 0:
+        return False  # an empty slot has no context
+    in_document = token >= start
+    strictly_before_the_anchor = token < anchor
+    in_window = window is None or (anchor + slot) - token < window
+    return in_document and strictly_before_the_anchor and in_window
+
+
+def slot_sees_slot(slot: int, other: int, window: int | None, causal: bool) -> bool:
+    in_window = window is None or slot - other < window
+    return in_window and (not causal or other <= slot)
+
+
+def mask_in_words(anchors, starts, window, causal) -> torch.Tensor:
+    """The mask, one entry at a time."""
+    mask = torch.zeros(len(anchors) * BLOCK, NUM_CONTEXT + len(anchors) * BLOCK, dtype=torch.bool)
+    for (block, anchor), slot in product(enumerate(anchors), range(BLOCK)):
+        row = block * BLOCK + slot
+        for token in range(NUM_CONTEXT):
+            mask[row, token] = slot_sees_context(anchor, starts[block], slot, token, window)
+        for other in range(BLOCK):
+            mask[row, NUM_CONTEXT + block * BLOCK + other] = slot_sees_slot(slot, other, window, causal)
+    return mask
+
+
+def mask_of(anchors, starts, window, causal, num_context=NUM_CONTEXT) -> torch.Tensor:
+    spans = intervals(np.array(anchors), np.array(starts), BLOCK, window=window, causal=causal)
+    return dense_mask(spans, num_context)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_mask_follows_the_rules(window, causal):
+    assert torch.equal(mask_of(ANCHORS, STARTS, window, causal), mask_in_words(ANCHORS, STARTS, window, causal))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_every_slot_sees_itself(window, causal):
+    """So no row of the mask is empty, and no softmax divides by zero."""
+    mask = mask_of(ANCHORS, STARTS, window, causal)
+    slots = torch.arange(len(ANCHORS) * BLOCK)
+    assert mask[slots, NUM_CONTEXT + slots].all()
+
+
+def test_window_counts_the_current_token():
+    """query - key < window: with a window of 3, the slot at position 10 sees positions 8, 9 and 10."""
+    mask = mask_of([10], [0], window=3, causal=True)
+    assert mask[0, :NUM_CONTEXT].nonzero().flatten().tolist() == [8, 9]
+    assert mask[0, NUM_CONTEXT:].nonzero().flatten().tolist() == [0]
+
+
+def test_window_slides_with_the_slot():
+    """The slot at position 12 sees 10, 11 and 12, all of them of its own block."""
+    mask = mask_of([10], [0], window=3, causal=True)
+    assert not mask[2, :NUM_CONTEXT].any()
+    assert mask[2, NUM_CONTEXT:].nonzero().flatten().tolist() == [0, 1, 2]
+
+
+def test_empty_slots_see_their_own_block_only():
+    mask = mask_of([-1, -1], [0, 0], window=None, causal=False)
+    assert torch.equal(mask[:, NUM_CONTEXT:], torch.block_diag(torch.ones(4, 4), torch.ones(4, 4)).bool())
+    assert not mask[:, :NUM_CONTEXT].any()
+
+
+def test_an_anchor_at_the_start_of_its_document_has_no_context():
+    assert not mask_of([13], [13], window=None, causal=False)[:, :NUM_CONTEXT].any()
+
+
+def test_intervals_stay_inside_the_pack():
+    """Ends are usable as indices: 0 <= lo <= hi <= size, also where a window has left the context behind."""
+    for window, causal in product(WINDOWS, [False, True]):
+        spans = intervals(np.array(ANCHORS), np.array(STARTS), BLOCK, window=window, causal=causal)
+        for low, high, size in [
+            (spans.ctx_lo, spans.ctx_hi, NUM_CONTEXT),
+            (spans.blk_lo, spans.blk_hi, len(ANCHORS) * BLOCK),
+        ]:
+            assert low.dtype == high.dtype == torch.int32
+            assert (low >= 0).all() and (low <= high).all() and (high <= size).all()
