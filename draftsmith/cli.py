@@ -24,6 +24,7 @@ VERBS: dict[str, tuple[type, str, tuple[str, ...]]] = {
     "preview": (config.PreviewCommand, "draftsmith.verbs:preview", ("recipe",)),
     "train": (config.Recipe, "draftsmith.verbs:train", ("recipe",)),
     "evaluate": (config.EvaluateCommand, "draftsmith.verbs:evaluate", ("run",)),
+    "export": (config.ExportCommand, "draftsmith.verbs:export", ("run",)),
     "generate": (config.GenerateCommand, "draftsmith.verbs:generate", ("run", "prompt")),
 }
 

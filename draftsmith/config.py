@@ -256,6 +256,25 @@ class EvaluateCommand:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExportCommand:
+    """Write a trained drafter as the folder that vLLM, SGLang or PyPI dflash reads."""
+
+    run: str
+    """Folder of a run."""
+    to: Literal["zlab", "speculators", "all"] = "zlab"
+    """zlab: vLLM, SGLang, PyPI dflash, llama.cpp. speculators: `vllm serve FOLDER` alone, embeddings included."""
+    checkpoint: str = "best"
+    """best, last, or the name of a checkpoint folder of the run."""
+    output: str = ""
+    """Folder of the export (with --to all: of both). Empty: RUN/export/zlab and RUN/export/speculators."""
+    license: str = ""
+    """SPDX id for the model card; left out if not given."""
+    recorded_prompts: int = 4
+    """Held-out prompts whose tokens and answers go into draftsmith.json, for `verify`. 0: random text instead."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerateCommand:
     """Chat once with the drafter's help; accepted tokens are coloured."""
 

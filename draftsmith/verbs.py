@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from itertools import groupby
@@ -22,6 +23,10 @@ from draftsmith.drafters import DRAFTERS, DFlashDrafter
 from draftsmith.errors import UserError
 from draftsmith.evaluate import evaluate as measure
 from draftsmith.evaluate import make_cases
+from draftsmith.export import EXPORTS
+from draftsmith.export.publish import publish
+from draftsmith.export.record import synthetic_prompts
+from draftsmith.export.serve import serve_commands, vllm_remarks
 from draftsmith.job import choose_device
 from draftsmith.preview import BlockRow, preview_block, preview_rows, statistics
 from draftsmith.recipe import bundled_recipes, find_recipe, read_recipe
@@ -143,6 +148,36 @@ def evaluate(command: config.EvaluateCommand) -> None:
     if result.lossless is not None:
         console.say(f"lossless               {result.num_equal} of {result.prompts} outputs equal to plain decoding")
     console.say(f'next: draftsmith generate {command.run} "your question"')
+
+
+def export(command: config.ExportCommand) -> None:
+    """Write a checkpoint in the layouts asked for, and say how each is served and verified."""
+    console = Console()
+    recipe, target, drafter, found = open_run(command.run, command.checkpoint, command.device, console)
+    layouts = list(EXPORTS) if command.to == "all" else [command.to]
+    parent = Path(command.output) if command.output else Path(command.run) / "export"
+    single = command.output and command.to != "all"
+    folders = {layout: parent if single else parent / layout for layout in layouts}
+    recipe = replace(recipe, run=command.run)
+    publish(folders, recipe, found, target, drafter, recorded_prompts(recipe, target, command), command.license)
+    for layout, folder in folders.items():
+        console.say(f"wrote {folder}: {layout} layout of {found.path.name}, bf16")
+        served = json.loads((folder / "config.json").read_text())
+        for engine, line in serve_commands(served, str(folder), recipe.target.path).items():
+            console.say(f"  {engine}: {line}")
+        for remark in vllm_remarks(served):
+            console.warn(remark)
+    console.say(f"next: draftsmith verify {folders[layouts[0]]} --target.path {recipe.target.path}")
+
+
+def recorded_prompts(recipe: config.Recipe, target: HFTarget, command: config.ExportCommand) -> list[torch.Tensor]:
+    """Held-out prompts of the run, rendered; random text if there are none or they shall stay private."""
+    if command.recorded_prompts < 0:
+        raise UserError(f"recorded_prompts is {command.recorded_prompts}; give 0 or more")
+    if not command.recorded_prompts or not Path(recipe.evaluation.prompts).is_file():
+        return synthetic_prompts(target, 2)
+    prompts = read_prompts(Path(recipe.evaluation.prompts), command.recorded_prompts)
+    return [torch.from_numpy(render_prompt(target.tokenizer, list(p.messages))).to(target.device) for p in prompts]
 
 
 def generate(command: config.GenerateCommand) -> None:

@@ -1,0 +1,100 @@
+"""An export's folder: written whole or not at all, over nothing but an earlier export.
+
+config.json         what engines read
+model.safetensors   bf16 weights
+README.md           the model card
+draftsmith.json     where it comes from, what was measured, SHA-256 of the files above
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftsmith.errors import EnvironmentFault, UserError
+
+FORMAT = "draftsmith-export"
+RECORD = "draftsmith.json"
+FILES = ("config.json", "model.safetensors", "README.md")
+
+
+def check_free(folder: Path) -> None:
+    """Raise UserError unless `folder` does not exist, is empty, or holds an earlier export and nothing else."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise UserError(f"output {folder} is no folder of its own; choose another --output")
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    foreign = sorted(p.name for p in folder.iterdir() if p.name not in (*FILES, RECORD))
+    if foreign or (read_record(folder) or {}).get("format") != FORMAT:
+        reason = f"it holds {foreign[0]}" if foreign else f"it holds no {RECORD} of an export"
+        raise UserError(f"output {folder} exists and is no earlier export ({reason}); choose another --output")
+
+
+def write_folder(folder: Path, config: dict, tensors: dict[str, Tensor], card: str, record: dict) -> None:
+    """Write the four files beside `folder`, flush them, and rename. Raises EnvironmentFault when the disk fails."""
+    check_free(folder)
+    temporary = folder.with_name(f".tmp-{folder.name}-{secrets.token_hex(4)}")
+    try:
+        temporary.mkdir(parents=True)
+        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
+            temporary / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+        os.chmod(temporary / "model.safetensors", (temporary / "config.json").stat().st_mode)
+        (temporary / "README.md").write_text(card)
+        files = {name: measure(temporary / name) for name in FILES}
+        (temporary / RECORD).write_text(json.dumps({"format": FORMAT, **record, "files": files}, indent=1) + "\n")
+        for path in temporary.iterdir():
+            _flush(path)
+        _replace(temporary, folder)
+    except OSError as error:
+        raise EnvironmentFault(f"the export {folder} could not be written: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # gone already after the rename
+
+
+def read_record(folder: Path) -> dict | None:
+    """The export's draftsmith.json; None if there is none. Raises UserError if it is damaged."""
+    path = folder / RECORD
+    if not path.is_file():
+        return None
+    try:
+        record = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); export again") from error
+    if not isinstance(record, dict):
+        raise UserError(f"{path} is damaged (no JSON object); export again")
+    return record
+
+
+def measure(path: Path) -> dict:
+    """Size and SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _replace(temporary: Path, folder: Path) -> None:
+    """Two renames when an earlier export is in the way: at every moment one of the two is whole."""
+    old = folder.with_name(f".old-{folder.name}-{secrets.token_hex(4)}")
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(temporary, folder)
+    shutil.rmtree(old, ignore_errors=True)
+    _flush(folder.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,269 @@
+"""Exports: the keys and tensors that each loader reads, written whole or not at all, and the way back."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draftsmith.cli import main
+from draftsmith.config import Recipe
+from draftsmith.drafters.dflash import DFlashConfig
+from draftsmith.errors import EnvironmentFault, UserError
+from draftsmith.export import EXPORTS, folder
+from draftsmith.export.card import fenced, plain
+from draftsmith.export.serve import serve_commands, sglang_objections
+from draftsmith.export.speculators import speculators_config
+from draftsmith.export.zlab import zlab_config
+from draftsmith.targets import HFTarget
+from draftsmith.telemetry import Console
+from draftsmith.train import train
+from tests.conftest import make_recipe, with_options
+from tests.handmade import tiny_drafter
+from tests.test_run import contents
+from tests.tiny import tiny_target, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def run(world, tmp_path_factory) -> Recipe:
+    """A finished run of a few steps."""
+    recipe = make_recipe(world, tmp_path_factory.mktemp("run"))
+    recipe = with_options(with_options(recipe, "optim", steps=4), "evaluation", every=4)
+    train(recipe, Console(io.StringIO()))
+    return recipe
+
+
+@pytest.fixture
+def exported(run, tmp_path, capsys) -> Path:
+    main(["export", run.run, "--to", "all", "--output", str(tmp_path / "out")])
+    return tmp_path / "out"
+
+
+# What each loader reads
+
+
+def test_zlab_config_writes_every_key_that_somebody_would_default(exported):
+    config = json.loads((exported / "zlab" / "config.json").read_text())
+    expected = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": 4,
+        "num_target_layers": 4,
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "head_dim": 8,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 2048,
+        "layer_types": ["full_attention", "full_attention"],
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "is_causal": False,
+        "rope_theta": 10000.0,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "hidden_act": "silu",
+        "attention_bias": False,
+    }
+    assert {key: config[key] for key in expected} == expected
+    assert config["dflash_config"] == {
+        "block_size": 4,
+        "mask_token_id": 259,
+        "target_layer_ids": [0, 2],
+        "num_target_layers": 4,
+    }
+    assert "auto_map" not in config
+
+
+def test_speculators_config_counts_hidden_states_and_names_the_target(exported, run):
+    config = json.loads((exported / "speculators" / "config.json").read_text())
+    assert config["aux_hidden_state_layer_ids"] == [1, 3], "block ids plus one"
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+    assert config["speculators_config"]["verifier"]["name_or_path"] == str(Path(run.target.path).resolve())
+    assert config["sliding_window_non_causal"] is True, "false makes full layers causal in vLLM 0.32"
+    assert config["transformer_layer_config"]["rope_theta"] == 10000.0
+
+
+def test_tensors_are_bf16_without_a_prefix(exported, run):
+    zlab = load_file(exported / "zlab" / "model.safetensors")
+    assert len(zlab) == 11 * 2 + 3 and {v.dtype for v in zlab.values()} == {torch.bfloat16}
+    assert zlab["fc.weight"].shape == (32, 64) and "layers.1.self_attn.q_norm.weight" in zlab
+    both = load_file(exported / "speculators" / "model.safetensors")
+    assert both.keys() - zlab.keys() == {"embed_tokens.weight", "lm_head.weight"}
+    assert all(torch.equal(both[name], value) for name, value in zlab.items())
+    target = load_file(Path(run.target.path) / "model.safetensors")
+    assert torch.equal(both["embed_tokens.weight"], target["model.embed_tokens.weight"].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("options", "causal"),
+    [
+        ({}, False),
+        ({"layer_types": ("sliding_attention",) * 2, "sliding_window": 4}, True),
+        ({"layer_types": ("sliding_attention",) * 2, "sliding_window": 4, "is_causal": False}, False),
+        ({"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 4}, None),
+        ({"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 4, "is_causal": False}, False),
+    ],
+)
+def test_the_in_block_rule_survives(options, causal):
+    config = tiny_drafter(**options).config
+    written = zlab_config(config)
+    assert written.get("is_causal") == causal
+    again = DFlashConfig.from_dict(written)
+    assert [again.causal(kind) for kind in again.kinds] == [config.causal(kind) for kind in config.kinds]
+    assert again.sliding_window == config.sliding_window
+
+
+def test_speculators_refuses_what_one_flag_cannot_say():
+    mixed = tiny_drafter(layer_types=("sliding_attention", "full_attention"), sliding_window=4).config
+    with pytest.raises(UserError, match="vllm#56692"):
+        speculators_config(mixed, "target", [])
+    assert speculators_config(tiny_drafter().config, "target", [])["sliding_window_non_causal"] is True
+    sliding = tiny_drafter(layer_types=("sliding_attention",) * 2, sliding_window=4).config
+    assert speculators_config(sliding, "target", [])["sliding_window_non_causal"] is False
+
+
+def test_scaled_rope_is_written_in_both_spellings():
+    config = tiny_drafter().config
+    config.rope_parameters = {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+    }
+    written = zlab_config(config)
+    assert written["rope_theta"] == 1e6 and written["rope_parameters"]["factor"] == 4.0
+    assert written["rope_scaling"]["rope_type"] == "yarn"
+    again = DFlashConfig.from_dict(written).rope_parameters
+    assert again["rope_theta"] == 1e6 and again["factor"] == 4.0 and again["rope_type"] == "yarn"
+
+
+def test_our_reading_of_sglang_accepts_the_export_and_names_faults(exported):
+    config = json.loads((exported / "zlab" / "config.json").read_text())
+    assert sglang_objections(config, 320, 4) == []
+    broken = {**config, "dflash_config": {"mask_token_id": 320}, "hidden_act": "gelu", "block_size": None}
+    said = " ".join(sglang_objections(broken, 320, 4))
+    assert all(word in said for word in ("target_layer_ids is absent", "mask_token_id 320", "block_size", "gelu"))
+    assert "outside" in sglang_objections({**config, "dflash_config": {"target_layer_ids": [9]}}, 320, 4)[0]
+
+
+# The folder
+
+
+def test_the_record_holds_hashes_provenance_and_measurements(exported, run):
+    record = json.loads((exported / "zlab" / "draftsmith.json").read_text())
+    assert {"config.json", "model.safetensors", "README.md"} == set(record["files"])
+    assert record["files"]["config.json"] == folder.measure(exported / "zlab" / "config.json")
+    assert record["fingerprints"].keys() == {"data", "target", "tokenizer"}
+    assert record["trained"]["block_size"] == 4 and math.isfinite(record["trained"]["accept"])
+    assert record["evaluation"]["prompts"] == 2
+    assert [len(a["tokens"]) for a in record["measured"]["answers"]] == [12] * 4
+    text = json.dumps(record)
+    assert str(Path(run.run).parent) not in text and str(Path(run.target.path).parent) not in text
+
+
+def test_export_says_how_to_serve_and_what_is_next(run, tmp_path, capsys):
+    out = tmp_path / "out"
+    main(["export", run.run, "--output", str(out)])
+    said = capsys.readouterr().out
+    assert f"vllm serve {run.target.path} --speculative-config" in said and '"num_speculative_tokens": 3' in said
+    assert "--speculative-num-draft-tokens 4" in said
+    assert said.strip().splitlines()[-1] == f"next: draftsmith verify {out} --target.path {run.target.path}"
+
+
+def test_export_again_replaces_an_export_and_nothing_else(run, tmp_path, capsys):
+    out = tmp_path / "out"
+    main(["export", run.run, "--output", str(out)])
+    before = contents(out)
+    main(["export", run.run, "--output", str(out)])
+    assert contents(out) == before and [p.name for p in tmp_path.iterdir()] == ["out"]
+    (out / "notes.txt").write_text("mine")
+    before = contents(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["export", run.run, "--output", str(out)])
+    assert ended.value.code == 2 and "it holds notes.txt" in capsys.readouterr().err
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("make", ["model", "file", "link"])
+def test_a_folder_that_is_not_ours_is_never_overwritten(run, tmp_path, capsys, make):
+    out = tmp_path / "out"
+    if make == "file":
+        out.write_text("mine")
+    elif make == "link":
+        (tmp_path / "elsewhere").mkdir()
+        out.symlink_to(tmp_path / "elsewhere")
+    else:
+        out.mkdir()
+        (out / "config.json").write_text("{}")
+    before = contents(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["export", run.run, "--output", str(out)])
+    assert ended.value.code == 2 and "choose another --output" in capsys.readouterr().err
+    assert contents(tmp_path) == before
+
+
+def test_a_failing_disk_leaves_the_earlier_export(run, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    main(["export", run.run, "--output", str(out)])
+    before = contents(tmp_path)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folder, "save_file", full)
+    with pytest.raises(EnvironmentFault, match="No space left"):
+        folder.write_folder(out, {}, {}, "", {})
+    assert contents(tmp_path) == before
+
+
+def test_all_layouts_are_checked_before_the_first_is_written(run, tmp_path, capsys):
+    (tmp_path / "out" / "speculators").mkdir(parents=True)
+    (tmp_path / "out" / "speculators" / "x").write_text("mine")
+    with pytest.raises(SystemExit):
+        main(["export", run.run, "--to", "all", "--output", str(tmp_path / "out")])
+    assert not (tmp_path / "out" / "zlab").exists()
+
+
+def test_held_out_prompts_stay_private_if_asked(run, tmp_path, capsys):
+    main(["export", run.run, "--output", str(tmp_path / "out"), "--recorded_prompts", "0"])
+    record = json.loads((tmp_path / "out" / "draftsmith.json").read_text())
+    assert [len(a["prompt"]) for a in record["measured"]["answers"]] == [16, 16]
+
+
+# The card
+
+
+def test_card_begins_with_commands_and_has_no_pipeline(exported):
+    for layout, library in (("zlab", "draftsmith"), ("speculators", "speculators")):
+        card = (exported / layout / "README.md").read_text()
+        assert f"library_name: {library}" in card and "pipeline_tag" not in card
+        assert "base_model" not in card, "a local folder is no Hub id"
+        assert card.split("```")[1].startswith("bash\nvllm serve ")
+        assert "| 2 |" in card
+
+
+def test_what_comes_from_outside_cannot_leave_its_place():
+    assert plain("a|b\n<script>`x`\x1b[0m") == "a\\|b\\<script\\>\\`x\\`\\[0m"
+    assert fenced("```\n# owned") == "````\n```\n# owned\n````"
+    config = zlab_config(tiny_drafter().config)
+    line = next(iter(serve_commands(config, "a b'; rm -rf x", "t").values()))
+    assert json.loads(shlex.split(line)[-1])["model"] == "a b'; rm -rf x", "one word for the shell"
+
+
+# And every layout
+
+
+def test_layouts_agree_about_a_tied_target():
+    model = tiny_target("qwen3", tied=True)
+    drafter = tiny_drafter()
+    target = HFTarget(model, tiny_tokenizer(), (0, 2))
+    for layout in EXPORTS.values():
+        _, tensors = layout(drafter, target, "t")
+        assert torch.equal(tensors["fc.weight"], drafter.fc.weight.to(torch.bfloat16))
