@@ -8,19 +8,27 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import measure, step
+from benchmarks import measure, step, target
 
 
 def bench_step(device: torch.device, toy: bool) -> list[dict]:
     if toy:
         return [step.run(step.TOY, device, "off", repeats=3)]
     shape = step.Shape()
-    rows = [step.run(shape, device, mode, repeats=10) for mode in ("off", "layer")]
+    rows = [step.run(shape, device, mode, repeats=10) for mode in ("off", "layer", "on")]
     rows.append(step.run(replace(shape, tokens=49_152, anchors=6_144), device, "layer", repeats=5))
     return rows
 
 
-BENCHMARKS = {"step": bench_step}
+def bench_target(device: torch.device, toy: bool) -> list[dict]:
+    if toy:
+        return [target.run(target.build(step.TOY, device, 4, (0, 2)), step.TOY, device, False, repeats=3)]
+    shape = replace(step.Shape(), tokens=49_152)
+    model = target.build(shape, device, 36, (1, 9, 17, 25, 33))
+    return [target.run(model, shape, device, compiled, repeats=5) for compiled in (False, True)]
+
+
+BENCHMARKS = {"step": bench_step, "target": bench_target}
 
 
 def main() -> None:

@@ -27,7 +27,33 @@ class TargetOptions:
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
     conversations: str = ""
-    """JSONL of conversations ({"messages": [...]} a line), the input of `prepare`."""
+    """What `prepare` reads: a file (JSONL, JSON, Parquet, Arrow; gzip or zstd), a folder, a glob, a URL (s3://, gs://,
+    https://) or the name of a Hugging Face data set."""
+    subset: str = ""
+    """Configuration of a Hugging Face data set."""
+    split: str = "train"
+    """Split of a Hugging Face data set."""
+    revision: str | None = None
+    """Commit of a Hugging Face data set."""
+    form: Literal["auto", "messages", "sharegpt", "prompt_response", "prompts", "text", "tokens"] = "auto"
+    """Form of the rows. auto: as the first row shows, and said."""
+    columns: tuple[str, ...] = ()
+    """PART=COLUMN where columns have other names; parts: messages, conversations, prompt, response, text, tokens,
+    mask."""
+    max_bad_rows: int = 0
+    """Rows that may be unusable before `prepare` stops; they are listed in bad_rows.jsonl of the prepared folder."""
+    enable_thinking: bool | None = None
+    """Given to the chat template, as a server would. None: the template's own default."""
+    template_kwargs: str = ""
+    """More arguments of the chat template, as a JSON object: {"reasoning_effort": "low"}."""
+    reasoning: Literal["keep", "drop"] = "keep"
+    """What the rows say the target thought (reasoning_content): rendered, or left out."""
+    train_on: Literal["all", "last"] = "all"
+    """Answers of a conversation that are supervised."""
+    min_supervised: float = 0.01
+    """Refuse a set of whose tokens a smaller share is supervised."""
+    processes: int = 1
+    """Processes of `prepare`. The result is the same for any number."""
     prepared: str = ""
     """Folder of the tokenised set: the output of `prepare`, the input of `train`."""
     max_length: int = 4096
@@ -183,6 +209,8 @@ class Recipe:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     layout: Literal["colocated", "offline"] = "colocated"
     """colocated: the target runs before each step. offline: features are captured to disk once and read back."""
+    compile: Literal["auto", "off", "layer", "on"] = "auto"
+    """What torch.compile sees of the drafter: off (attention only), each layer, or all of it. auto: layer on a GPU."""
     init: str = ""
     """Folder of a trained drafter to start from (warm start)."""
     target: TargetOptions = field(default_factory=TargetOptions)

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from draftsmith.config import OptimOptions
 
+TINY = torch.finfo(torch.float32).tiny  # nothing supervised: 0 / TINY is 0, and the step is skipped
+
 
 def learning_rate(step: int, num_steps: int, options: OptimOptions) -> float:
     """Linear warm-up, then a cosine from the peak to `min_lr` of it. A pure function of the step (from 0)."""
@@ -36,15 +38,18 @@ class MasterAdamW:
         self.weights = dict(model.named_parameters())
         self.scales = {name: scale.float() for name, scale in scales.items()}
         self.masters = {name: self._master(name, weight) for name, weight in self.weights.items()}
-        matrices = [m for m in self.masters.values() if m.ndim > 1]
-        vectors = [m for m in self.masters.values() if m.ndim <= 1]
+        self.state = {name: _fresh_state(master) for name, master in self.masters.items()}
+        groups: dict[float, list[Tensor]] = {options.weight_decay: [], 0.0: []}
+        for master in self.masters.values():
+            groups[options.weight_decay if master.ndim > 1 else 0.0].append(master)
         self.adamw = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            [{"params": params, "weight_decay": decay} for decay, params in groups.items()],
             lr=options.lr,
             betas=options.betas,
             eps=options.eps,
             fused=True,
         )
+        self._share_state()
         self._write_back()  # dividing by a scale rounds: from the start a weight is what its master makes it
 
     def _master(self, name: str, weight: nn.Parameter) -> Tensor:
@@ -60,23 +65,58 @@ class MasterAdamW:
         Returns the gradient norm before clipping, and 1.0 if the step was skipped: its gradient was not finite, or
         nothing was supervised. A skipped step changes neither weights nor moments.
         """
-        for name, master in self.masters.items():
-            gradient = self.weights[name].grad
-            assert gradient is not None, f"no backward pass reached {name}"
-            if master is not self.weights[name]:
-                gradient = gradient.float()
-                master.grad = gradient / self.scales[name] if name in self.scales else gradient
-        gradients = [master.grad for master in self.masters.values() if master.grad is not None]
-        torch._foreach_div_(gradients, weight.clamp_min(torch.finfo(torch.float32).tiny))
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        torch._foreach_mul_(gradients, (self.options.clip / (norm + 1e-6)).clamp_max(1.0))
+        gradients = {}
+        for name, value in self.weights.items():
+            assert value.grad is not None, f"no backward pass reached {name}"
+            gradients[name] = value.grad
+        norm = self._norm(gradients, weight)
         skipped = 1.0 - (torch.isfinite(norm) & (weight > 0)).float()
+        clipping = (self.options.clip / (norm + 1e-6)).clamp_max(1.0)
+        update = self._update_fused if weight.is_cuda else self._update
+        update(gradients, clipping / weight.clamp_min(TINY), skipped, lr)
+        return norm, skipped
+
+    def _norm(self, gradients: dict[str, Tensor], weight: Float[Tensor, ""]) -> Float[Tensor, ""]:
+        """Of the whole normalised gradient, in the masters' coordinates."""
+        seen = [g.float() / self.scales[n] if n in self.scales else g for n, g in gradients.items()]
+        norms = [n.float() for n in torch._foreach_norm(seen)]
+        return torch.linalg.vector_norm(torch.stack(norms)) / weight.clamp_min(TINY)
+
+    def _update(self, gradients: dict[str, Tensor], factor: Tensor, skipped: Tensor, lr: float) -> None:
+        """The reference: torch's AdamW on the masters."""
+        for name, master in self.masters.items():
+            wide = gradients[name].float() * factor
+            master.grad = wide / self.scales[name] if name in self.scales else wide
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.grad_scale, self.adamw.found_inf = None, skipped  # read by the fused kernel (as GradScaler does)
         self.adamw.step()
         self._write_back()
-        return norm, skipped
+
+    def _update_fused(self, gradients: dict[str, Tensor], factor: Tensor, skipped: Tensor, lr: float) -> None:
+        """The same in one kernel a weight: no fp32 gradients, and the write-back included."""
+        from draftsmith.adamw_kernel import update_  # Triton, which a CPU machine may not have
+
+        for name, master in self.masters.items():
+            state = self.state[name]
+            state["step"] += 1 - skipped
+            update_(
+                self.weights[name],
+                gradients[name],
+                master,
+                state,
+                self.scales.get(name),
+                factor,
+                skipped,
+                lr=lr,
+                betas=self.options.betas,
+                eps=self.options.eps,
+                decay=self.options.weight_decay if master.ndim > 1 else 0.0,
+            )
+
+    def _share_state(self) -> None:
+        for name, master in self.masters.items():
+            self.adamw.state[master] = self.state[name]
 
     @torch.no_grad()
     def _write_back(self) -> None:
@@ -93,7 +133,7 @@ class MasterAdamW:
         flat = {}
         for name, master in self.masters.items():
             flat[f"master.{name}"] = master.detach()
-            for part, value in self.adamw.state.get(master, {}).items():
+            for part, value in self.state[name].items():
                 flat[f"{part}.{name}"] = value
         return flat
 
@@ -102,7 +142,11 @@ class MasterAdamW:
         """The inverse of `tensors`, in place; the scales must be those this optimizer was built with."""
         for name, master in self.masters.items():
             master.copy_(flat[f"master.{name}"])
-            parts = {part: f"{part}.{name}" for part in ("step", "exp_avg", "exp_avg_sq")}
-            if all(key in flat for key in parts.values()):
-                self.adamw.state[master] = {part: flat[key].clone().to(master.device) for part, key in parts.items()}
+            for part, value in self.state[name].items():
+                value.copy_(flat[f"{part}.{name}"])
         self._write_back()
+
+
+def _fresh_state(master: Tensor) -> dict[str, Tensor]:
+    step = torch.zeros((), dtype=torch.float32, device=master.device)
+    return {"step": step, "exp_avg": torch.zeros_like(master.data), "exp_avg_sq": torch.zeros_like(master.data)}

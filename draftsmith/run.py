@@ -32,7 +32,17 @@ from draftsmith.errors import EnvironmentFault, UserError
 from draftsmith.telemetry import MetricsFile
 
 # What may differ when a run is continued: nothing here decides a weight.
-FREE = ("run", "device", "evaluation.", "checkpoint.", "log.", "regenerate.", "data.workers", "data.conversations")
+FREE = (
+    "run",
+    "device",
+    "compile",
+    "evaluation.",
+    "checkpoint.",
+    "log.",
+    "regenerate.",
+    "data.workers",
+    "data.conversations",
+)
 MAX_FAILED_SAVES = 3
 
 
@@ -51,6 +61,11 @@ class RunFolder:
         self.generation = checkpoint.claim(self.path)
         _replace_text(self.path / "recipe.toml", to_toml(recipe))
         self.last = checkpoint.newest_valid(self.checkpoints, run_id=self.run_id, report=warn)
+        if self.last is None and any(self.checkpoints.glob("step-*")):
+            raise UserError(
+                f"none of the checkpoints in {self.checkpoints} is intact (see the warnings); restore one, or move the "
+                "folder away to begin anew"
+            )
         if self.last:
             self._refuse_other_inputs(self.last.facts["fingerprints"])
         self.step = self.last.step if self.last else 0

@@ -30,15 +30,23 @@ def attend(
     """Grouped-query attention; each key and value head serves an equal share of the query heads, in order."""
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
     if isinstance(mask, BlockMask):
-        flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex
-        out = flex(query, key, value, block_mask=mask, enable_gqa=True)
+        out = flex(query, key, value, mask)
     else:
         out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 
+def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None = None) -> Tensor:
+    """Flex attention, [1, head, n, dim] each, never uncompiled."""
+    attention = flex_attention if torch.compiler.is_compiling() else _compiled_flex
+    return attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)
+
+
 def flex_mask(spans: Intervals, num_context: int) -> BlockMask:
-    """The intervals as a flex attention mask. The context and the draft part must be whole tiles."""
+    """The intervals as a flex attention mask. The context and the draft part must be whole tiles.
+
+    Without context (0 tokens) the draft part is all there is: then the slots may be a target's own tokens.
+    """
     num_slots = spans.ctx_lo.shape[0]
     assert num_context % TILE == 0 and num_slots % TILE == 0, (num_context, num_slots)
     ctx_lo, ctx_hi = spans.ctx_lo, spans.ctx_hi

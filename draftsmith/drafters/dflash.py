@@ -187,7 +187,8 @@ class DFlashDrafter(PreTrainedModel):
             spans = intervals(anchor, anchor * 0, size, window=window, causal=self.config.causal(kind))
             masks[kind] = dense_mask(spans, start).to(embedded.device)
         position = torch.arange(start, start + size, device=embedded.device)
-        return self._decode(embedded, position, context, masks)
+        with torch.compiler.set_stance("force_eager"):  # lengths differ from call to call
+            return self._decode(embedded, position, context, masks)
 
     def _decode(self, x, position, context, masks) -> Float[Tensor, "q hid"]:
         rope = self.rotary(position)

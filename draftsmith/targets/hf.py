@@ -1,20 +1,19 @@
 """A frozen transformers causal LM of the Llama, Qwen2 or Qwen3 family as a target.
 
-Taps are forward hooks on the chosen blocks: feature i is the *output* of block i, `hidden_states[i + 1]` of
-transformers, before the next block's norm. Capturing runs a trunk that ends with the last tapped block and has neither
-final norm nor head.
+Feature i is the *output* of block i, `hidden_states[i + 1]` of transformers, before the next block's norm. Capturing
+runs the blocks up to the last tapped one and writes each tap straight into the feature buffer; neither the final norm
+nor the head is run.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import inspect
 from pathlib import Path
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,7 +25,9 @@ from transformers import (
 )
 
 from draftsmith.config import TargetOptions
+from draftsmith.drafters.attention import flex_mask
 from draftsmith.errors import UserError
+from draftsmith.targets.packed_attention import NAME, document_spans
 from draftsmith.types import Features, Pack
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -52,10 +53,6 @@ class HFTarget:
         self.layer_ids = layer_ids
         self.fingerprint = fingerprint
         self.eos_ids = _eos_ids(getattr(model, "generation_config", None), model.config, tokenizer)
-        self._taps: dict[int, Tensor] = {}
-        for number in layer_ids:
-            self.model.model.layers[number].register_forward_hook(self._tap(number))
-        self._trunk = _truncate(self.model.model, max(layer_ids) + 1)  # type: ignore[arg-type]
         # transformers renamed the argument that takes the cache (5.17 to 5.24); one look settles it.
         named = inspect.signature(type(self.model.model).forward).parameters
         self._cache_name = "cache" if "cache" in named else "past_key_values"
@@ -77,13 +74,23 @@ class HFTarget:
 
     @torch.no_grad()
     def capture(self, pack: Pack) -> Features:
-        self._trunk(
-            input_ids=pack.tokens[None],
-            position_ids=pack.position[None],
-            attention_mask=document_mask(pack.doc_start)[None, None],
-            use_cache=False,
-        )
-        return Features(context=self._take_taps())
+        decoder, size = self.model.model, self.config.hidden_size
+        position = pack.position[None]
+        mask = self._document_mask(pack.doc_start)
+        hidden = self.embed(pack.tokens)[None]
+        rope = decoder.rotary_emb(hidden, position)
+        context = hidden.new_empty(pack.tokens.shape[0], len(self.layer_ids) * size)
+        for number, layer in enumerate(decoder.layers[: max(self.layer_ids) + 1]):
+            hidden = layer(hidden, attention_mask=mask, position_embeddings=rope, position_ids=position)
+            if number in self.layer_ids:
+                at = self.layer_ids.index(number) * size
+                context[:, at : at + size] = hidden[0]
+        return Features(context=context)
+
+    def _document_mask(self, doc_start: Int[Tensor, " tok"]):
+        if doc_start.is_cuda:
+            return flex_mask(document_spans(doc_start), 0)
+        return document_mask(doc_start)[None, None]
 
     def new_cache(self) -> DynamicCache:
         return DynamicCache()
@@ -92,19 +99,17 @@ class HFTarget:
     def extend(
         self, tokens: Int[Tensor, " n"], cache: DynamicCache
     ) -> tuple[Float[Tensor, "n voc"], Float[Tensor, "n tap_hid"]]:
-        out = self.model(input_ids=tokens[None], use_cache=True, **{self._cache_name: cache})
-        return out.logits[0], self._take_taps()
+        with torch.compiler.set_stance("force_eager"):  # lengths differ from call to call
+            out = self.model(
+                input_ids=tokens[None], use_cache=True, output_hidden_states=True, **{self._cache_name: cache}
+            )
+        taps = [out.hidden_states[number + 1] for number in self.layer_ids]
+        return out.logits[0], torch.cat(taps, dim=-1)[0]
 
-    def _tap(self, number: int):
-        def keep(_module, _inputs, output) -> None:
-            self._taps[number] = output[0] if isinstance(output, tuple) else output
-
-        return keep
-
-    def _take_taps(self) -> Float[Tensor, "n tap_hid"]:
-        context = torch.cat([self._taps[i] for i in self.layer_ids], dim=-1)[0]
-        self._taps.clear()
-        return context
+    def compile_layers(self) -> None:
+        """Compile each block for capturing; all of them share one code object, so this is one compilation."""
+        for layer in self.model.model.layers[: max(self.layer_ids) + 1]:
+            layer.compile(dynamic=False)
 
 
 def document_mask(doc_start: Int[Tensor, " tok"]) -> Bool[Tensor, "tok tok"]:
@@ -119,6 +124,8 @@ def read_config(options: TargetOptions) -> PretrainedConfig:
         raise UserError("target.path is not given; set it to the target's folder or hub name")
     if Path(options.path).is_dir() and not (Path(options.path) / "config.json").is_file():
         raise UserError(f"target.path {options.path!r} has no config.json; give a Hugging Face model folder")
+    if not _may_be_hub_name(options.path) and not Path(options.path).is_dir():
+        raise UserError(f"target.path {options.path!r}: no such folder; give a model folder, or a hub name ORG/NAME")
     try:
         config = AutoConfig.from_pretrained(
             options.path, revision=options.revision, trust_remote_code=options.trust_remote_code
@@ -135,6 +142,12 @@ def read_config(options: TargetOptions) -> PretrainedConfig:
     return config
 
 
+def _may_be_hub_name(path: str) -> bool:
+    """ORG/NAME, unless ORG is a folder here: then a missing NAME is a slip, and no reason to ask the network."""
+    parts = path.split("/")
+    return len(parts) == 2 and bool(parts[0].strip(".~")) and not Path(parts[0]).exists()
+
+
 def load_target(options: TargetOptions, device: torch.device, num_draft_layers: int = 1) -> HFTarget:
     """Load and freeze the target that the options name. Raises UserError for what cannot be a target."""
     config = read_config(options)
@@ -147,7 +160,7 @@ def load_target(options: TargetOptions, device: torch.device, num_draft_layers: 
         dtype = "bfloat16" if device.type == "cuda" else "float32"
     named = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     model = AutoModelForCausalLM.from_pretrained(
-        options.path, dtype=getattr(torch, dtype), attn_implementation="sdpa", **named
+        options.path, dtype=getattr(torch, dtype), attn_implementation=NAME, **named
     ).to(device=device)
     tokenizer = AutoTokenizer.from_pretrained(options.path, **named)
     return HFTarget(model, tokenizer, tuple(layer_ids), fingerprint(model))
@@ -210,15 +223,6 @@ def _check_layer_ids(layer_ids: tuple[int, ...], num_layers: int) -> None:
             f"target.layer_ids {list(layer_ids)}: give distinct 0-based blocks from 0 to {num_layers - 2} "
             "(the last block cannot be tapped)"
         )
-
-
-def _truncate(decoder: PreTrainedModel, num_layers: int) -> PreTrainedModel:
-    """A view of the decoder that shares its weights, ends after `num_layers` blocks and has no final norm."""
-    trunk = copy.copy(decoder)
-    trunk._modules = dict(decoder._modules)
-    trunk.layers = decoder.layers[:num_layers]
-    trunk.norm = nn.Identity()
-    return trunk
 
 
 def _eos_ids(generation: GenerationConfig | None, config: PretrainedConfig, tokenizer) -> frozenset[int]:

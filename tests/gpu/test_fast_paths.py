@@ -93,3 +93,55 @@ def test_bf16_loss_gradient_against_float64() -> None:
     (losses * weight.double()).sum().backward()
     assert abs(float(out.total) / float((losses * weight).sum()) - 1) < 2e-3
     assert (hidden.grad.double() - exact.grad).norm() / exact.grad.norm() < 1e-2
+
+
+def test_fused_adamw_equals_torch() -> None:
+    """The kernel on bf16 weights against torch's AdamW on the masters, scaled and not, skipped steps included."""
+    from draftsmith.config import OptimOptions
+    from draftsmith.optim import MasterAdamW
+
+    torch.manual_seed(0)
+    options = OptimOptions(weight_decay=0.1, clip=0.5)
+    scales = {"0.weight": torch.rand(96, device=CUDA) + 0.5}
+    results = []
+    for fused in (True, False):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(96, 65), torch.nn.Linear(65, 33)).to(CUDA, torch.bfloat16)
+        optimizer = MasterAdamW(model, options, scales)
+        if not fused:
+            optimizer._update_fused = optimizer._update
+        for step in range(6):
+            for weight in model.parameters():
+                weight.grad = torch.randn_like(weight)
+            if step == 3:
+                next(model.parameters()).grad[0, 0] = torch.inf
+            _, skipped = optimizer.step(torch.tensor(3.0, device=CUDA), 1e-2)
+            assert float(skipped) == (step == 3)
+        results.append((optimizer.tensors(), [w.detach().clone() for w in model.parameters()]))
+    for name, slow in results[1][0].items():
+        torch.testing.assert_close(results[0][0][name], slow, rtol=1e-5, atol=1e-6)
+    for fast, slow in zip(results[0][1], results[1][1], strict=True):
+        torch.testing.assert_close(fast, slow, rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_packed_target_equals_documents_alone(kind: str) -> None:
+    from types import SimpleNamespace
+
+    from draftsmith.targets import HFTarget
+    from draftsmith.targets.packed_attention import NAME
+    from tests.tiny import tiny_target
+
+    model = tiny_target(kind, hidden=64).to(CUDA)
+    model.set_attn_implementation(NAME)
+    target = HFTarget(model, SimpleNamespace(eos_token_id=2), (0, 2))
+    lengths = [1, 100, 7, 148]
+    tokens = torch.randint(3, 250, (256,), device=CUDA)
+    start = torch.repeat_interleave(torch.tensor([0, 1, 101, 108]), torch.tensor(lengths)).to(CUDA)
+    index = torch.arange(256, device=CUDA)
+    packed = target.capture(SimpleNamespace(tokens=tokens, position=index - start, doc_start=start)).context
+    at = 0
+    for length in lengths:
+        _, alone = target.extend(tokens[at : at + length], target.new_cache())
+        assert (packed[at : at + length] - alone).norm() / alone.norm() < 5e-3
+        at += length

@@ -244,7 +244,7 @@ def test_loaded_target_computes_in_float32_on_a_cpu(world):
 
 
 @pytest.mark.parametrize(
-    ("path", "reason"), [("", "target.path is not given"), ("nowhere/at/all", "could not be read as a model")]
+    ("path", "reason"), [("", "target.path is not given"), ("nowhere/at/all", "no such folder")]
 )
 def test_paths_without_a_target_are_refused(path, reason):
     with pytest.raises(UserError, match=reason):
