@@ -1,6 +1,7 @@
-"""The tokenised set: conversations in JSONL, to a folder of Arrow files that loader workers map into memory.
+"""The tokenised set: conversations, to a folder of Arrow files that loader workers map into memory.
 
-`prepare` is strict: a line that cannot be used stops it, with the line number; what it leaves out is counted by reason.
+`prepare` is strict: a row that cannot be used stops it, with its number, unless `max_bad_rows` allows some; these are
+listed in the folder's bad_rows.jsonl. What it leaves out otherwise is counted by reason.
 The folder is written beside its place and renamed into it. `manifest.json` in it records what it was made from, so a
 second run reuses it, or says what has changed. `datasets.load_from_disk` reads the folder too.
 """
@@ -11,9 +12,9 @@ import hashlib
 import json
 import shutil
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,16 +26,19 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from draftsmith.anchors import legal_anchors
 from draftsmith.config import DataOptions
 from draftsmith.data import store
-from draftsmith.data.chat import Conversation, read_conversations, render
+from draftsmith.data.build import Job, Tally, find_form, outcomes, write_bad_rows
+from draftsmith.data.chat import Style, default_style
+from draftsmith.data.sources import Source, open_source
+from draftsmith.data.template import check_arguments, require_template
 from draftsmith.errors import DataError, UserError
 from draftsmith.types import Sample
 
-MIN_SUPERVISED = 0.01
-"""Below this share of supervised tokens something is wrong with the data or the template, and no run is worth it."""
 BATCH = 256
 """Rows of one Arrow record batch."""
 PROGRESS = 5_000
 """Rows between two progress reports."""
+SHARD = "500MB"
+"""A set is cut into Arrow files of about this size."""
 
 COLUMNS = pa.schema(
     {
@@ -57,13 +61,19 @@ def prepare(
 ) -> dict:
     """Tokenise `options.conversations` into the folder `options.prepared`; returns its manifest.
 
-    A folder made from the same file, tokenizer, template and options is reused; another one of ours is replaced, at
+    A folder made from the same rows, tokenizer, template and options is reused; another one of ours is replaced, at
     once and only after success. `report` gets one line at a time. `end_ids`: end-of-turn tokens, if not just eos.
 
     DataError names file, line and reason for whatever cannot be used, and refuses a set with hardly any supervision.
     """
-    source, folder = _paths(options)
-    inputs = _inputs(tokenizer, tokenizer_hash, options, source, end_ids)
+    folder = _check(options)
+    if options.form not in ("text", "tokens"):  # these are not rendered
+        require_template(tokenizer)
+    style = _style(tokenizer, options, end_ids)
+    source = open_source(
+        options.conversations, subset=options.subset, split=options.split, revision=options.revision or ""
+    )
+    inputs = _inputs(tokenizer, tokenizer_hash, options, style, source, end_ids)
     if store.recover(folder):
         report(f"{folder}: put back after an interrupted replacement")
     if (old := store.read_manifest(folder)) is not None:
@@ -73,18 +83,22 @@ def prepare(
             return old
         report(f"rebuilding {folder}: {'; '.join(changed)}")
     with store.claim(folder) as partial:
-        tally = _build(tokenizer, source, options, end_ids, partial, report)
-        tally.refuse_useless(source)
+        tally, form = _build(tokenizer, source, options, style, partial, report)
+        tally.refuse_useless(source.name, options.min_supervised)
         manifest = {
-            "conversations": str(source),
+            "conversations": source.name,
+            "form": form,
             "inputs": inputs,
             "counts": tally.counts(),
+            "notes": tally.notes,
             "ignored_keys": dict(tally.ignored),
             "content_hash": tally.content.hexdigest(),
         }
         manifest = store.publish(partial, folder, manifest)
     for key, count in tally.ignored.items():
         report(f"key {key!r} of {count} rows means nothing here and was passed over")
+    for note in tally.notes:
+        report(f"note: {note}")
     report(f"prepared {folder}: {store.summary(manifest)}")
     return manifest
 
@@ -214,96 +228,33 @@ def _map(folder: Path, manifest: dict) -> _Mapped:
     return _Mapped(table["id"], tokens, _Lists(table["supervised"]), table["tags"], lengths, legal_counts)
 
 
-@dataclass
-class _Tally:
-    """What became of the rows so far."""
-
-    rows_in: int = 0
-    kept: int = 0
-    cut: int = 0
-    tokens: int = 0
-    supervised: int = 0
-    legal: int = 0
-    longest: int = 0
-    dropped: Counter = field(default_factory=Counter)
-    tags: Counter = field(default_factory=Counter)
-    ignored: Counter = field(default_factory=Counter)
-    content: hashlib._Hash = field(default_factory=hashlib.sha256)
-    seen: dict[str, tuple[bytes, int]] = field(default_factory=dict)
-    """Content and line of each id."""
-
-    def is_duplicate(self, row: Conversation) -> bool:
-        """True for an exact duplicate of an earlier row. DataError when only the id is the same."""
-        digest = hashlib.blake2b(row.content.encode(), digest_size=16).digest()
-        before, line = self.seen.setdefault(row.id, (digest, row.line))
-        if before != digest:
-            raise DataError(f"id {row.id!r} is line {line}'s too, whose content differs; ids must be unique")
-        return line != row.line
-
-    def keep(self, sample: Sample, num_legal: int) -> None:
-        self.kept += 1
-        self.tokens += len(sample.tokens)
-        self.supervised += int(sample.supervised.sum())
-        self.legal += num_legal
-        self.longest = max(self.longest, len(sample.tokens))
-        self.tags.update(sample.tags)
-        self.content.update(json.dumps([sample.id, sample.tags, len(sample.tokens)]).encode())
-        self.content.update(sample.tokens.astype("<i4").tobytes())
-        self.content.update(sample.supervised.tobytes())
-
-    def counts(self) -> dict:
-        return {
-            "rows_in": self.rows_in,
-            "kept": self.kept,
-            "dropped": dict(self.dropped),
-            "cut": self.cut,
-            "tokens": self.tokens,
-            "supervised": self.supervised,
-            "legal": self.legal,
-            "longest": self.longest,
-            "tags": dict(sorted(self.tags.items())),
-        }
-
-    def refuse_useless(self, source: Path) -> None:
-        assert self.rows_in == self.kept + self.dropped.total()
-        if self.rows_in == 0:
-            raise DataError(f"{source} holds no conversation")
-        lost = "; ".join(f"{count} dropped: {reason}" for reason, count in self.dropped.items())
-        if self.legal == 0:
-            raise DataError(f"{source}: no row has two supervised tokens in sequence ({lost or 'none dropped'})")
-        if self.supervised < MIN_SUPERVISED * self.tokens:
-            raise DataError(
-                f"{source}: only {self.supervised} of {self.tokens} tokens are supervised, less than "
-                f"{MIN_SUPERVISED:.0%}; are the answers in it? (`draftsmith regenerate` writes them)"
-            )
-
-
 def _build(
     tokenizer: PreTrainedTokenizerBase,
-    source: Path,
+    source: Source,
     options: DataOptions,
-    end_ids: Sequence[int] | None,
+    style: Style,
     partial: Path,
     report: Callable[[str], None],
-) -> _Tally:
-    """Writes the Arrow folder into `partial`, rows in the order of the file."""
+) -> tuple[Tally, str]:
+    """Writes the Arrow folder into `partial`, rows in the order of the source. Returns the form of the rows too."""
     # Imported here because it takes longer than all else, and loader workers do not need it.
     from datasets import Dataset
     from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    tally = _Tally()
+    tally = Tally(max_bad_rows=options.max_bad_rows)
+    form, rows = find_form(source.rows(tally.notes.append), options)
+    if form is None:
+        return tally, ""
+    report(f"{source.name}: rows of the form {form}" + ("" if options.form != "auto" else ", as the first row shows"))
+    job = Job(tokenizer=tokenizer, style=style, form=form, max_length=options.max_length, cut=options.overlong == "cut")
     # save_to_disk copies from a file elsewhere, so that no set has to fit into memory.
     scratch = partial / "scratch" / "rows.arrow"
     scratch.parent.mkdir()
     with pa.ipc.new_stream(str(scratch), COLUMNS) as stream:
         batch: list[Sample] = []
-        for row in read_conversations(source):
-            try:
-                sample = _take(tokenizer, row, options, end_ids, tally)
-            except DataError as error:
-                raise DataError(f"{source}, line {row.line}: {error}") from error
-            batch += [] if sample is None else [sample]
-            if len(batch) == BATCH:
+        for outcome in outcomes(rows, job, options.processes):
+            batch += tally.take(outcome)
+            if len(batch) >= BATCH:
                 stream.write_batch(_record_batch(batch))
                 batch = []
             if tally.rows_in % PROGRESS == 0:
@@ -313,44 +264,12 @@ def _build(
     if tally.kept:
         quiet = are_progress_bars_disabled()
         disable_progress_bars()
-        Dataset.from_file(str(scratch)).save_to_disk(partial)
+        Dataset.from_file(str(scratch)).save_to_disk(partial, max_shard_size=SHARD)
         if not quiet:
             enable_progress_bars()
     shutil.rmtree(scratch.parent)
-    return tally
-
-
-def _take(
-    tokenizer: PreTrainedTokenizerBase,
-    row: Conversation,
-    options: DataOptions,
-    end_ids: Sequence[int] | None,
-    tally: _Tally,
-) -> Sample | None:
-    """The row as a sample, or None if it is dropped; tallied either way."""
-    tally.rows_in += 1
-    tally.ignored.update(row.ignored)
-    if tally.is_duplicate(row):
-        tally.dropped["exact duplicate"] += 1
-        return None
-    tokens, supervised = render(tokenizer, row.messages, tools=row.tools, finish=row.finish, end_ids=end_ids)
-    if not supervised.any():
-        tally.dropped["nothing supervised"] += 1
-        return None
-    if len(tokens) > options.max_length:
-        if options.overlong == "refuse":
-            raise DataError(
-                f"{len(tokens)} tokens, max_length is {options.max_length}; raise --data.max-length, leave the row "
-                "out, or cut such rows with --data.overlong cut"
-            )
-        tokens, supervised = tokens[: options.max_length], supervised[: options.max_length]
-        if not supervised.any():
-            tally.dropped["nothing supervised within max_length"] += 1
-            return None
-        tally.cut += 1
-    sample = Sample(id=row.id, tokens=tokens, supervised=supervised, tags=row.tags)
-    tally.keep(sample, len(legal_anchors(supervised)))
-    return sample
+    write_bad_rows(tally, partial, report)
+    return tally, str(form)
 
 
 def _record_batch(samples: list[Sample]) -> pa.RecordBatch:
@@ -367,34 +286,62 @@ def _record_batch(samples: list[Sample]) -> pa.RecordBatch:
     return pa.record_batch(columns, schema=COLUMNS)
 
 
-def _paths(options: DataOptions) -> tuple[Path, Path]:
+def _check(options: DataOptions) -> Path:
+    """The folder to write, if the options make sense together."""
     if not options.conversations or not options.prepared:
-        raise UserError("`prepare` needs both --data.conversations (the JSONL it reads) and --data.prepared (a folder)")
+        raise UserError("`prepare` needs both --data.conversations (the rows it reads) and --data.prepared (a folder)")
     if options.max_length < 2:
         raise UserError(f"max_length is {options.max_length}; it must be at least 2")
-    source, folder = Path(options.conversations), Path(options.prepared)
-    if not source.is_file():
-        raise DataError(f"{source}: no such file; --data.conversations names a JSONL of conversations")
-    return source, folder
+    if options.max_bad_rows < 0 or options.processes < 1 or not 0 <= options.min_supervised <= 1:
+        raise UserError(
+            f"max_bad_rows {options.max_bad_rows}, processes {options.processes}, min_supervised "
+            f"{options.min_supervised}: at least 0, at least 1, and a share from 0 to 1"
+        )
+    return Path(options.prepared)
+
+
+def _style(tokenizer: PreTrainedTokenizerBase, options: DataOptions, end_ids: Sequence[int] | None) -> Style:
+    try:
+        arguments = json.loads(options.template_kwargs or "{}")
+    except json.JSONDecodeError as error:
+        raise UserError(f'data.template_kwargs is not JSON ({error.msg}); an example: {{"a": 1}}') from error
+    if not isinstance(arguments, dict):
+        raise UserError('data.template_kwargs must be a JSON object, as in {"reasoning_effort": "low"}')
+    check_arguments(arguments)
+    if options.enable_thinking is not None:
+        if arguments.setdefault("enable_thinking", options.enable_thinking) != options.enable_thinking:
+            raise UserError("data.enable_thinking and data.template_kwargs say different things; give one of them")
+    return replace(
+        default_style(tokenizer, end_ids),
+        arguments=arguments,
+        train_on=options.train_on,
+        keep_reasoning=options.reasoning == "keep",
+    )
 
 
 def _inputs(
     tokenizer: PreTrainedTokenizerBase,
     tokenizer_hash: str,
     options: DataOptions,
-    source: Path,
+    style: Style,
+    source: Source,
     end_ids: Sequence[int] | None,
 ) -> dict:
     """All that decides the rows, by the names a user knows them by."""
-    given = tokenizer.chat_template  # one, or several by name
+    given = tokenizer.chat_template or ""  # one, or several by name
     template = given if isinstance(given, str) else json.dumps(given, sort_keys=True)
-    with open(source, "rb") as stream:
-        file_hash = hashlib.file_digest(stream, "sha256").hexdigest()
+    dated = "strftime_now" in template and "date_string" not in style.arguments
     return {
-        "conversations": file_hash,
+        "conversations": source.fingerprint(),
         "tokenizer": tokenizer_hash,
         "chat template": hashlib.sha256(template.encode()).hexdigest(),
+        "template arguments": style.arguments,
+        "today's date, which the template writes": date.today().isoformat() if dated else None,
         "end-of-turn tokens": None if end_ids is None else sorted(end_ids),
         "max_length": options.max_length,
         "overlong": options.overlong,
+        "train_on": options.train_on,
+        "reasoning": options.reasoning,
+        "form": options.form,
+        "columns": list(options.columns),
     }

@@ -7,6 +7,7 @@ A kill between the two renames of a replacement leaves the old one in `.NAME.rep
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -17,9 +18,13 @@ from pathlib import Path
 from draftsmith.errors import DataError, UserError
 
 FORMAT = "draftsmith prepared conversations"
-SCHEMA = 1
+SCHEMA = 2
 """Raised whenever the same conversations would be stored in another way; older folders are then rebuilt."""
 MANIFEST = "manifest.json"
+SAMPLES, SAMPLE = 16, 65_536
+"""Pieces of each file, and their bytes, that are compared whenever a folder is opened."""
+SHOWN = ("max_length", "overlong", "train_on", "reasoning", "form", "template arguments")
+"""Inputs whose old and new values a cache miss shows."""
 
 
 def read_manifest(folder: Path) -> dict | None:
@@ -39,15 +44,37 @@ def read_manifest(folder: Path) -> dict | None:
     return manifest
 
 
-def damage(manifest: dict, folder: Path) -> str | None:
-    """What is wrong with the folder of this manifest, if anything; sizes only, so that opening stays quick."""
+def damage(manifest: dict, folder: Path, *, thorough: bool = False) -> str | None:
+    """What is wrong with the folder of this manifest, if anything.
+
+    Sizes and samples of the content, so that opening a large set stays quick; all of the content if `thorough`.
+    """
     if manifest["schema"] != SCHEMA:
         return f"its format is version {manifest['schema']}, this program reads {SCHEMA}"
-    for name, size in manifest["files"].items():
+    for name, known in manifest["files"].items():
         file = folder / name
-        if not file.is_file() or file.stat().st_size != size:
-            return f"{name} is damaged or missing ({size} bytes recorded)"
+        if not file.is_file() or file.stat().st_size != known["size"]:
+            return f"{name} is damaged or missing ({known['size']} bytes recorded)"
+        if _samples_hash(file) != known["samples"] or (thorough and _hash(file) != known["sha256"]):
+            return f"{name} is damaged (its content is not what was written)"
     return None
+
+
+def _hash(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _samples_hash(file: Path) -> str:
+    """SHA-256 of up to `SAMPLES` pieces of a file, evenly spaced, the first and the last among them."""
+    last = max(0, file.stat().st_size - SAMPLE)
+    places = sorted({last * number // (SAMPLES - 1) for number in range(SAMPLES)})
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        for place in places:
+            stream.seek(place)
+            digest.update(stream.read(SAMPLE))
+    return digest.hexdigest()
 
 
 def changes(old: dict, inputs: dict, folder: Path) -> list[str]:
@@ -56,11 +83,11 @@ def changes(old: dict, inputs: dict, folder: Path) -> list[str]:
         return [f"its format is version {old['schema']}, now {SCHEMA}"]
     before = old["inputs"]
     changed = [
-        f"{name} changed ({before[name]} -> {value})" if name in ("max_length", "overlong") else f"{name} changed"
+        f"{name} changed ({before[name]} -> {value})" if name in SHOWN else f"{name} changed"
         for name, value in inputs.items()
         if before[name] != value
     ]
-    broken = damage(old, folder)
+    broken = damage(old, folder, thorough=True)
     return changed + ([broken] if broken else [])
 
 
@@ -68,6 +95,8 @@ def summary(manifest: dict) -> str:
     counts = manifest["counts"]
     dropped = "".join(f", {count} dropped ({reason})" for reason, count in counts["dropped"].items())
     cut = f", {counts['cut']} cut" if counts["cut"] else ""
+    cut += f", {counts['bad']} bad rows" if counts["bad"] else ""
+    cut += f", {counts['extra']} of them further turns of a row" if counts["extra"] else ""
     share = counts["supervised"] / counts["tokens"]
     return f"{counts['kept']} rows{dropped}{cut}, {counts['tokens']} tokens, {share:.1%} supervised"
 
@@ -114,8 +143,11 @@ def publish(partial: Path, folder: Path, manifest: dict) -> dict:
     """
     read_manifest(folder)
     folder = folder.resolve()
-    sizes = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
-    manifest = {"format": FORMAT, "schema": SCHEMA, **manifest, "files": sizes}
+    files = {
+        file.name: {"size": file.stat().st_size, "sha256": _hash(file), "samples": _samples_hash(file)}
+        for file in sorted(partial.iterdir())
+    }
+    manifest = {"format": FORMAT, "schema": SCHEMA, **manifest, "files": files}
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     for file in [*partial.iterdir(), partial]:
         _sync(file)

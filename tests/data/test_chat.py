@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.data.chat import read_conversations, render, render_prompt
+from draftsmith.data import chat
+from draftsmith.data.chat import default_style, render_prompt
 from draftsmith.errors import DataError, UserError
 from tests.tiny import CHATML, SPECIALS, tiny_tokenizer
 
@@ -21,6 +19,12 @@ def user(text):
 
 def assistant(text):
     return {"role": "assistant", "content": text}
+
+
+def render(tokenizer, messages, *, end_ids=None, **more):
+    """The only sample of a conversation."""
+    (sample,) = chat.render(tokenizer, messages, default_style(tokenizer, end_ids), **more)
+    return sample[:2]
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -156,21 +160,16 @@ def newline_tokenizer():
 
 
 def test_an_answer_that_would_merge_with_its_prompt():
+    """The target was sent the prompt's own tokens; a server joins them with the answer only in a later prompt."""
     tokenizer = newline_tokenizer()
     messages = [user("Hi"), assistant("\nYo\n\n!"), user("And?"), assistant("\nNo.")]
-    asked = "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
-    expect(
-        render(tokenizer, messages),
-        (ASK, False),
-        ("\nYo\n\n!<|im_end|>", True),
-        (asked, False),
-        ("\nNo.<|im_end|>", True),
-        ("\n", False),
-        tokenizer=tokenizer,
-    )
-    tokens, supervised = render(tokenizer, messages)
-    prompt = render_prompt(tokenizer, messages[:1])
-    assert tokens[: len(prompt)].tolist() == prompt.tolist() and supervised[len(prompt)]
+    first, second = chat.render(tokenizer, messages, default_style(tokenizer))
+    expect(first[:2], (ASK, False), ("\nYo\n\n!<|im_end|>", True), ("\n", False), tokenizer=tokenizer)
+    asked = ASK + "\nYo\n\n!<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
+    expect(second[:2], (asked, False), ("\nNo.<|im_end|>", True), ("\n", False), tokenizer=tokenizer)
+    for sample in (first, second):
+        prompt = render_prompt(tokenizer, messages[: sample.last])
+        assert sample.tokens[: len(prompt)].tolist() == prompt.tolist() and sample.supervised[len(prompt)]
 
 
 REWRITING = (
@@ -180,16 +179,18 @@ REWRITING = (
 )
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused():
+def test_a_template_that_rewrites_earlier_turns_gives_a_sample_for_each():
     tokenizer = with_template(REWRITING)
-    render(tokenizer, [user("Hi"), assistant("Yo!")])
-    with pytest.raises(DataError, match=r"message 2 \(assistant\).*not supported yet"):
-        render(tokenizer, [user("Hi"), assistant("Yo!"), user("And?"), assistant("No.")])
+    messages = [user("Hi"), assistant("Yo!"), user("And?"), assistant("No.")]
+    first, second = chat.render(tokenizer, messages, default_style(tokenizer))
+    expect(first[:2], (ASK, False), ("Yo!<|im_end|>", True), ("\n", False))
+    asked = ASK + "(gone)<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
+    expect(second[:2], (asked, False), ("No.<|im_end|>", True), ("\n", False))
 
 
 def test_a_template_whose_prompt_is_no_prefix_is_refused():
-    template = CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>'")
-    with pytest.raises(DataError, match=r"message 2 \(assistant\).*not supported yet"):
+    template = CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\nSure: '")
+    with pytest.raises(DataError, match=r"message 2 \(assistant\).*is not a prefix"):
         render(with_template(template), [user("Hi"), assistant("Yo!")])
 
 
@@ -216,7 +217,7 @@ def test_without_a_template(call):
         ([{"role": "human", "content": "Hi"}], "message 1 must be an object whose role is one of"),
         ([user("Hi")], "no assistant message"),
         ([SYSTEM], "no assistant message"),
-        ([assistant("Yo!")], "message 1 is 'assistant' at the beginning, where only system or user"),
+        ([assistant("Yo!")], "message 1 is 'assistant' at the beginning, where only system or developer or user"),
         ([user("Hi"), user("Hi"), assistant("Yo!")], "message 2 is 'user' after 'user', where only assistant"),
         ([user("Hi"), assistant("Yo!"), assistant("Yo!")], "message 3 is 'assistant' after 'assistant'"),
         ([user("Hi"), SYSTEM, assistant("Yo!")], "message 2 is 'system' after 'user'"),
@@ -247,49 +248,3 @@ def test_prompts():
     assert render_prompt(tokenizer, [user("Hi")]).dtype == np.int64
     with pytest.raises(DataError, match="ends with a user or tool message, not with 'assistant'"):
         render_prompt(tokenizer, [user("Hi"), assistant("Yo!")])
-
-
-GOOD = json.dumps({"messages": [user("Hi"), assistant("Yo!")]}).encode()
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (b"{'messages'", "not JSON"),
-        (b'{"a": "\xff"}', "not UTF-8"),
-        (b"[1]", "found list"),
-        (b'{"conversations": []}', "found keys conversations"),
-        (b"{}", "found keys none"),
-        (b'{"messages": [{"role": "user", "content": "Hi"}]}', "no assistant message"),
-        (GOOD[:-1] + b', "tags": "x"}', "tags must be"),
-        (GOOD[:-1] + b', "tools": {}}', "tools must be"),
-        (GOOD[:-1] + b', "finish": "cut"}', "finish is 'cut'"),
-        (GOOD[:-1] + b', "finish": ["stop"]}', "finish is "),
-        (GOOD[:-1] + b', "id": true}', "id must be"),
-        (GOOD.replace(b"Yo", b"\\ud800"), "surrogate"),
-    ],
-)
-def test_lines_that_are_refused(tmp_path, line, reason):
-    path = tmp_path / "c.jsonl"
-    path.write_bytes(GOOD + b"\n\n" + line + b"\n")
-    with pytest.raises(DataError, match=f"c.jsonl, line 3: .*{reason}"):
-        list(read_conversations(path))
-
-
-def test_a_row_with_everything(tmp_path):
-    path = tmp_path / "c.jsonl.gz"
-    row = json.loads(GOOD) | {"id": 7, "tags": ["maths"], "finish": "length", "tools": [{"name": "add"}], "source": 1}
-    path.write_bytes(gzip.compress(json.dumps(row).encode()))
-    (conversation,) = read_conversations(path)
-    assert (conversation.id, conversation.tags, conversation.finish) == ("7", ("maths",), "length")
-    assert (conversation.tools, conversation.ignored) == ([{"name": "add"}], ("source",))
-
-
-def test_a_damaged_gzip_file(tmp_path):
-    path = tmp_path / "c.jsonl.gz"
-    path.write_bytes(gzip.compress(GOOD * 500)[:-9])
-    with pytest.raises(DataError, match="damaged gzip file"):
-        list(read_conversations(path))
-    path.write_bytes(GOOD)
-    with pytest.raises(DataError, match="damaged gzip file"):
-        list(read_conversations(path))

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.config import DataOptions
-from draftsmith.data import dataset as module
-from draftsmith.data import store
+from draftsmith.data import build, store
 from draftsmith.data.dataset import open_prepared, prepare, tokenizer_fingerprint
 from draftsmith.errors import DataError, UserError
 from tests.tiny import tiny_tokenizer
@@ -97,7 +96,7 @@ def killed(options, name, count):
     child = os.fork()
     if child == 0:
         try:
-            owner = {"render": module, "rename": Path, "fsync": os}[name]
+            owner = {"render": build, "rename": Path, "fsync": os}[name]
             setattr(owner, name, kill_at(getattr(owner, name)))
             run(options)
         finally:

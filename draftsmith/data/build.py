@@ -1,0 +1,312 @@
+"""Rows to rendered samples, in one process or several, and the tally of what became of each row.
+
+Batches of rows go to the processes in order and come back in order, and everything that depends on earlier rows
+(duplicates, counts, hashes, the file itself) happens in this process. So the bytes are the same for any number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int
+from transformers import PreTrainedTokenizerBase
+
+from draftsmith.anchors import legal_anchors
+from draftsmith.config import DataOptions
+from draftsmith.data.chat import Rendered, Style, check_served, render
+from draftsmith.data.forms import Conversation, Form, choose_form, parse_row, read_row
+from draftsmith.data.sources import Row
+from draftsmith.data.template import check_arguments
+from draftsmith.errors import DataError, EnvironmentFault
+from draftsmith.types import Sample
+
+ROWS = 64
+"""Rows of one batch."""
+CHECKED = 64
+"""The first so many rows of a file are rendered in the servers' way too, and compared."""
+BAD_SHOWN = 3
+"""Bad rows named in the error that stops the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a process needs to turn rows into samples."""
+
+    tokenizer: PreTrainedTokenizerBase
+    style: Style
+    form: Form
+    max_length: int
+    cut: bool
+    """Cut longer samples; otherwise their row is bad."""
+
+
+class Part(NamedTuple):
+    """One sample of a row."""
+
+    id: str
+    tokens: Int[np.ndarray, " n"]
+    supervised: Bool[np.ndarray, " n"]
+    num_legal: int
+    cut: bool
+    dropped: str
+    """Why it is left out; empty if it is kept."""
+
+
+class Outcome(NamedTuple):
+    """What became of a row."""
+
+    place: str
+    number: int
+    id: str = ""
+    digest: bytes = b""
+    """Of its content."""
+    tags: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = ()
+    bad: str = ""
+    """Why it cannot be used; empty if it can."""
+
+
+@dataclass
+class Tally:
+    """What became of the rows so far."""
+
+    max_bad_rows: int = 0
+    rows_in: int = 0
+    kept: int = 0
+    extra: int = 0
+    """Samples beyond one per row."""
+    cut: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    legal: int = 0
+    longest: int = 0
+    dropped: Counter = field(default_factory=Counter)
+    bad: list[dict] = field(default_factory=list)
+    tags: Counter = field(default_factory=Counter)
+    ignored: Counter = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+    content: hashlib._Hash = field(default_factory=hashlib.sha256)
+    seen: dict[str, bytes] = field(default_factory=dict)
+    """By id, 8 bytes of its content's hash and the number of its row; small, as there may be millions."""
+
+    def take(self, outcome: Outcome) -> list[Sample]:
+        """Tallies a row; returns its samples that are kept. DataError at one bad row too many."""
+        self.rows_in += 1
+        self.ignored.update(outcome.ignored)
+        bad = outcome.bad
+        duplicate = False
+        if not bad:
+            duplicate, bad = self._is_duplicate(outcome.id, outcome)
+        if bad:
+            self._refuse(outcome, bad)
+            return []
+        if duplicate:
+            self.dropped["exact duplicate"] += 1
+            return []
+        kept = []
+        self.extra += len(outcome.parts) - 1
+        for part in outcome.parts:
+            if part.dropped:
+                self.dropped[part.dropped] += 1
+                continue
+            if part.id != outcome.id and (clash := self._is_duplicate(part.id, outcome)[1]):
+                raise DataError(f"{outcome.place}: {clash}")
+            kept.append(Sample(id=part.id, tokens=part.tokens, supervised=part.supervised, tags=outcome.tags))
+            self._keep(kept[-1], part)
+        return kept
+
+    def counts(self) -> dict:
+        return {
+            "rows_in": self.rows_in,
+            "kept": self.kept,
+            "extra": self.extra,
+            "dropped": dict(self.dropped),
+            "bad": len(self.bad),
+            "cut": self.cut,
+            "tokens": self.tokens,
+            "supervised": self.supervised,
+            "legal": self.legal,
+            "longest": self.longest,
+            "tags": dict(sorted(self.tags.items())),
+        }
+
+    def refuse_useless(self, source: str, min_supervised: float) -> None:
+        assert self.rows_in + self.extra == self.kept + self.dropped.total() + len(self.bad)
+        if self.rows_in == 0:
+            raise DataError(f"{source} holds no conversation")
+        lost = [f"{count} dropped: {reason}" for reason, count in self.dropped.items()]
+        lost += [f"{len(self.bad)} bad, the first: {self.bad[0]['reason']}"] if self.bad else []
+        if self.legal == 0:
+            raise DataError(
+                f"{source}: no row has two supervised tokens in sequence ({'; '.join(lost) or 'none dropped'})"
+            )
+        if self.supervised < min_supervised * self.tokens:
+            raise DataError(
+                f"{source}: only {self.supervised} of {self.tokens} tokens are supervised, less than "
+                f"{min_supervised:.0%}; are the answers in it? (`draftsmith regenerate` writes them; "
+                "--data.min_supervised 0 if it is meant)"
+            )
+
+    def _refuse(self, outcome: Outcome, reason: str) -> None:
+        self.bad.append({"row": outcome.number, "place": outcome.place, "reason": reason})
+        if self.max_bad_rows == 0:
+            raise DataError(f"{outcome.place}: {reason}")
+        if len(self.bad) > self.max_bad_rows:
+            first = "; ".join(f"{bad['place']}: {bad['reason']}" for bad in self.bad[:BAD_SHOWN])
+            raise DataError(f"more than {self.max_bad_rows} bad rows (data.max_bad_rows), the first: {first}")
+
+    def _is_duplicate(self, identifier: str, outcome: Outcome) -> tuple[bool, str]:
+        """True for an exact duplicate of an earlier row; and what is wrong when only the id is the same."""
+        mine = outcome.digest + struct.pack("<Q", self.rows_in)
+        before = self.seen.setdefault(identifier, mine)
+        if before[:8] != mine[:8]:
+            (row,) = struct.unpack("<Q", before[8:])
+            return False, f"id {identifier!r} is row {row}'s too, whose content differs; ids must be unique"
+        return before != mine, ""
+
+    def _keep(self, sample: Sample, part: Part) -> None:
+        self.kept += 1
+        self.cut += part.cut
+        self.tokens += len(sample.tokens)
+        self.supervised += int(sample.supervised.sum())
+        self.legal += part.num_legal
+        self.longest = max(self.longest, len(sample.tokens))
+        self.tags.update(sample.tags)
+        self.content.update(json.dumps([sample.id, sample.tags, len(sample.tokens)]).encode())
+        self.content.update(sample.tokens.astype("<i4").tobytes())
+        self.content.update(sample.supervised.tobytes())
+
+
+def outcomes(rows: Iterator[Row], job: Job, processes: int) -> Iterator[Outcome]:
+    """What became of each row, in order."""
+    batches = iter(lambda: list(islice(rows, ROWS)), [])
+    if processes <= 1:
+        return chain.from_iterable(render_rows(job, batch) for batch in batches)
+    return chain.from_iterable(_in_processes(batches, job, processes))
+
+
+def find_form(rows: Iterator[Row], options: DataOptions) -> tuple[Form | None, Iterator[Row]]:
+    """The form that the first readable row shows, and all the rows again. None without rows."""
+    read: list[Row] = []
+    form, reason = None, None
+    while form is None and len(read) <= options.max_bad_rows and (row := next(rows, None)) is not None:
+        read.append(row)
+        try:
+            form = choose_form(options.form, options.columns, parse_row(row.value))
+        except DataError as error:
+            reason = reason or DataError(f"{row.place}: {error}")
+    if form is None and reason is not None:
+        raise reason
+    return form, chain(read, rows)
+
+
+def render_rows(job: Job, rows: Iterable[Row]) -> list[Outcome]:
+    return [_render_row(job, row) for row in rows]
+
+
+def _render_row(job: Job, row: Row) -> Outcome:
+    try:
+        conversation = read_row(parse_row(row.value), row.number, job.form)
+        check_arguments(conversation.arguments)
+        style = replace(job.style, arguments={**job.style.arguments, **conversation.arguments})
+        found = _render(job.tokenizer, conversation, style, check=row.number <= CHECKED)
+        several = len(found) > 1
+        ids = [f"{conversation.id}#{one.last + 1}" if several else conversation.id for one in found]
+        parts = tuple(_part(job, name, one) for name, one in zip(ids, found, strict=True))
+    except DataError as error:
+        return Outcome(place=row.place, number=row.number, bad=str(error))
+    return Outcome(
+        place=row.place,
+        number=row.number,
+        id=conversation.id,
+        digest=hashlib.blake2b(conversation.content.encode(), digest_size=8).digest(),
+        tags=conversation.tags,
+        ignored=conversation.ignored,
+        parts=parts,
+    )
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, row: Conversation, style: Style, *, check: bool) -> list[Rendered]:
+    if row.text is not None:
+        ids = np.array(tokenizer(row.text, verbose=False)["input_ids"], dtype=np.int64)
+        added = len(ids) - len(tokenizer(row.text, add_special_tokens=False, verbose=False)["input_ids"])
+        supervised = np.arange(len(ids)) >= added  # what a server puts before a plain prompt (bos)
+        return [Rendered(ids, supervised, -1)]
+    if row.tokens is not None:
+        if max(row.tokens) >= len(tokenizer):
+            raise DataError(f"token {max(row.tokens)} is outside the tokenizer's {len(tokenizer)}")
+        return [Rendered(np.array(row.tokens, dtype=np.int64), np.array(row.mask, dtype=bool), -1)]
+    found = render(tokenizer, row.messages, style, tools=row.tools, finish=row.finish, served=row.served)
+    if check and not row.served:
+        for one in found:
+            check_served(tokenizer, row.messages, style, one, row.tools)
+    return found
+
+
+def _part(job: Job, name: str, rendered: Rendered) -> Part:
+    tokens, supervised, _ = rendered
+    dropped, cut = "", len(tokens) > job.max_length
+    if not supervised.any():
+        dropped = "nothing supervised"
+    elif cut:
+        if not job.cut:
+            raise DataError(
+                f"{len(tokens)} tokens, max_length is {job.max_length}; raise --data.max_length, leave the row "
+                "out, or cut such rows with --data.overlong cut"
+            )
+        tokens, supervised = tokens[: job.max_length], supervised[: job.max_length]
+        dropped = "" if supervised.any() else "nothing supervised within max_length"
+    return Part(name, tokens, supervised, len(legal_anchors(supervised)), cut and not dropped, dropped)
+
+
+_WORK: dict[str, Job] = {}
+"""The job of a process of the pool, which gets it once; it holds the tokenizer."""
+
+
+def _start(job: Job) -> None:
+    _WORK["job"] = job
+
+
+def _work(rows: list[Row]) -> list[Outcome]:
+    return render_rows(_WORK["job"], rows)
+
+
+def _in_processes(batches: Iterator[list[Row]], job: Job, processes: int) -> Iterator[list[Outcome]]:
+    # Spawned: a fork of a process in which torch and the tokenizer have threads may hang.
+    pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_start, initargs=(job,))
+    waiting: deque[Future[list[Outcome]]] = deque()
+    try:
+        for batch in batches:
+            waiting.append(pool.submit(_work, batch))
+            if len(waiting) >= 4 * processes:  # bounded, so that memory is
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise EnvironmentFault("a process that renders rows was killed, perhaps for want of memory") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def write_bad_rows(tally: Tally, folder: Path, report: Callable[[str], None]) -> None:
+    """The report file in the prepared folder, if there is anything to report."""
+    if not tally.bad:
+        return
+    lines = [json.dumps(bad, ensure_ascii=False) + "\n" for bad in tally.bad]
+    (folder / "bad_rows.jsonl").write_text("".join(lines), encoding="utf-8")
+    reasons = Counter(bad["reason"].split(":")[0][:80] for bad in tally.bad)
+    for reason, count in reasons.most_common(5):
+        report(f"{count} bad rows: {reason} (bad_rows.jsonl has them all)")
