@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import measure, step, target
+from benchmarks import colocated, measure, step, target
 
 
 def bench_step(device: torch.device, toy: bool) -> list[dict]:
@@ -28,7 +28,14 @@ def bench_target(device: torch.device, toy: bool) -> list[dict]:
     return [target.run(model, shape, device, compiled, repeats=5) for compiled in (False, True)]
 
 
-BENCHMARKS = {"step": bench_step, "target": bench_target}
+def bench_colocated(device: torch.device, toy: bool) -> list[dict]:
+    if toy:
+        return [colocated.run(step.TOY, device, 4, (0, 2), steps=4, workers=0)]
+    shape = replace(step.Shape(), tokens=49_152, anchors=6_144)
+    return [colocated.run(shape, device, 36, (1, 9, 17, 25, 33), steps=14, workers=8)]
+
+
+BENCHMARKS = {"step": bench_step, "target": bench_target, "colocated": bench_colocated}
 
 
 def main() -> None:

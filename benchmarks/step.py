@@ -13,8 +13,8 @@ from draftsmith.compile import compile_layers
 from draftsmith.config import OptimOptions
 from draftsmith.drafters import DFlashDrafter
 from draftsmith.drafters.dflash import DFlashConfig
-from draftsmith.losses import frozen_head_loss
 from draftsmith.optim import MasterAdamW
+from draftsmith.train import block_loss
 from draftsmith.types import Blocks, Features
 
 
@@ -114,12 +114,9 @@ def run(shape: Shape, device: torch.device, compile_mode: str, repeats: int, rat
 
     def step() -> None:
         draft = model(Features(context=context), position, embedded, made)
-        rows = made.rows[: made.num_rows]
-        hidden = draft.hidden.flatten(0, 1)[rows]
-        weight = made.weight.flatten()[rows]
-        loss = frozen_head_loss(hidden, table, made.label.flatten()[rows], weight, chunk=shape.chunk)
+        loss = block_loss(draft, made, made.rows[: made.num_rows], table, chunk=shape.chunk)
         loss.total.backward()
-        optimizer.step(weight.sum(), 1e-4)
+        optimizer.step(loss.weight, 1e-4)
         optimizer.zero_grad()
 
     if device.type == "cuda":

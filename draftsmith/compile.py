@@ -1,8 +1,8 @@
 """Compilation, on purpose: one decoder layer at a time, all layers sharing one code object.
 
     off     only attention is compiled (uncompiled flex attention would compute every score)
-    layer   each decoder layer, forward and backward; the default on a GPU
-    on      the whole drafter
+    layer   each decoder layer, forward and backward
+    on      the whole drafter; the default on a GPU, 2 % faster than `layer` there (docs/performance.md)
 
 Shapes never change in a run, so after warm-up a new compilation is a fault: `forbid_recompiling` makes it an error.
 """
@@ -26,4 +26,9 @@ def compile_layers(drafter: DFlashDrafter, mode: Literal["off", "layer", "on"] |
 
 
 def forbid_recompiling() -> None:
+    """From now on a shape or a constant that was not seen before is an error, not a slow step."""
     torch.compiler.set_stance("fail_on_recompile")
+
+
+def allow_compiling() -> None:
+    torch.compiler.set_stance("default")

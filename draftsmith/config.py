@@ -210,7 +210,7 @@ class Recipe:
     layout: Literal["colocated", "offline"] = "colocated"
     """colocated: the target runs before each step. offline: features are captured to disk once and read back."""
     compile: Literal["auto", "off", "layer", "on"] = "auto"
-    """What torch.compile sees of the drafter: off (attention only), each layer, or all of it. auto: layer on a GPU."""
+    """What torch.compile sees: off (attention only), each layer of the drafter, or all of it. auto: all, on a GPU."""
     init: str = ""
     """Folder of a trained drafter to start from (warm start)."""
     target: TargetOptions = field(default_factory=TargetOptions)

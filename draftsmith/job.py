@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -14,6 +15,7 @@ from torch import Tensor
 from draftsmith.anchors import BlockShape, default_gamma
 from draftsmith.capture import capture_features
 from draftsmith.checkpoint import Checkpoint, load
+from draftsmith.compile import compile_layers
 from draftsmith.config import Recipe
 from draftsmith.data.dataset import PreparedDataset, open_prepared, tokenizer_fingerprint
 from draftsmith.data.loader import PackBuilder, make_schedule, pack_stream
@@ -29,6 +31,7 @@ from draftsmith.targets import TARGETS, Target
 from draftsmith.targets.hf import choose_mask_token
 from draftsmith.telemetry import Console
 from draftsmith.types import Features, Pack
+from draftsmith.visibility import TILE
 
 SCALE_PACKS = 4  # packs from which the channels' sizes are estimated
 
@@ -48,6 +51,7 @@ class Job:
     optimizer: MasterAdamW
     channel_size: Float[Tensor, " tap_hid"]
     """Root mean square of each feature channel."""
+    compiled: bool
     cases: list[Case]
 
 
@@ -56,6 +60,8 @@ def build_job(recipe: Recipe, console: Console) -> Job:
     check_recipe(recipe)
     refuse_other_recipe(recipe)
     device = choose_device(recipe.device)
+    if device.type == "cuda":
+        check_tiles(recipe)
     dataset = open_prepared(recipe.data.prepared)
     prompts = (
         read_prompts(Path(recipe.evaluation.prompts), recipe.evaluation.limit) if recipe.evaluation.prompts else []
@@ -95,7 +101,7 @@ def _assemble(
 ) -> Job:
     """What depends on the run's state: features on disk, the drafter's weights, the optimizer."""
     source = LAYOUTS[recipe.layout](target, builder, run.path, device, console)
-    channel_size = _channel_size(recipe, run.last, source, builder, schedule, device)
+    channel_size = _channel_size(recipe, run.last, target, source, builder, schedule, device)
     scales = {"fc.weight": channel_size} if recipe.optim.feature_scale else {}
     if recipe.init and not run.last:
         warm_start(drafter, Path(recipe.init))
@@ -103,6 +109,7 @@ def _assemble(
         with torch.no_grad():
             drafter.fc.weight.div_(channel_size)
     optimizer = MasterAdamW(drafter, recipe.optim, scales)
+    compiled = _compile(recipe, target, drafter, device, console)
     if run.last:
         _check_names(drafter, weights := run.last.tensors("model"), run.last.path)
         drafter.load_state_dict(weights)
@@ -122,6 +129,7 @@ def _assemble(
         drafter=drafter,
         optimizer=optimizer,
         channel_size=channel_size,
+        compiled=compiled,
         cases=_cases(recipe, target, prompts, console) if run.step < schedule.num_steps else [],
     )
 
@@ -167,6 +175,19 @@ def check_recipe(recipe: Recipe) -> None:
         raise UserError(f"optim.steps is {optim.steps}; it must be greater than 0")
     if recipe.loss.gamma is not None and recipe.loss.gamma <= 0:
         raise UserError(f"loss.gamma is {recipe.loss.gamma}; it must be greater than 0")
+
+
+def check_tiles(recipe: Recipe) -> None:
+    """A GPU's attention works on whole tiles. Raises UserError naming the nearest budgets that fit."""
+    budgets = {"pack.tokens": (recipe.pack.tokens, TILE)}
+    slots = recipe.pack.anchors * recipe.drafter.block_size
+    budgets["pack.anchors"] = (recipe.pack.anchors, TILE // math.gcd(TILE, recipe.drafter.block_size))
+    for name, (value, unit) in budgets.items():
+        if value % unit:
+            raise UserError(
+                f"{name} is {value}; on a GPU it must be a multiple of {unit} (attention works on tiles of {TILE}, and "
+                f"the blocks are {slots} slots); use {value // unit * unit or unit} or {(value // unit + 1) * unit}"
+            )
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -217,6 +238,17 @@ def _check_tokenizer(dataset: PreparedDataset, tokenizer_hash: str) -> None:
         )
 
 
+def _compile(recipe: Recipe, target: Target, drafter: DFlashDrafter, device: torch.device, console: Console) -> bool:
+    mode = recipe.compile if recipe.compile != "auto" else ("on" if device.type == "cuda" else "off")
+    if mode == "off":
+        return False
+    console.say(f"compiling ({mode}): the first steps take about a minute, less when the compile cache is warm")
+    compile_layers(drafter, mode)
+    if device.type == "cuda":
+        target.compile_layers()
+    return True
+
+
 def _introduce(recipe, dataset, schedule, drafter, num_cut: int, mask: int, console: Console) -> None:
     """Say what was understood; nothing that matters happens silently."""
     tokens, anchors = schedule.fill()
@@ -242,8 +274,12 @@ def _colocated(target: Target, builder, folder: Path, device, console: Console) 
 
 
 def _offline(target: Target, builder, folder: Path, device, console: Console) -> Callable[[Pack], Features]:
+    said = 0
+
     def report(done: int, total: int) -> None:
-        if done == total or done % 100 < 8:
+        nonlocal said
+        if done * 10 // total > said:
+            said = done * 10 // total
             console.say(f"capturing features: {done:,} of {total:,} samples")
 
     return capture_features(target, builder, folder / "features", device, report)
@@ -253,11 +289,19 @@ LAYOUTS = {"colocated": _colocated, "offline": _offline}
 
 
 def _channel_size(
-    recipe: Recipe, last: Checkpoint | None, source, builder: PackBuilder, schedule: Schedule, device: torch.device
+    recipe: Recipe,
+    last: Checkpoint | None,
+    target: Target,
+    source,
+    builder: PackBuilder,
+    schedule: Schedule,
+    device: torch.device,
 ) -> Float[Tensor, " tap_hid"]:
     """Root mean square of every feature channel over the first packs; taken from the checkpoint when resuming."""
     if last:
         return last.tensors("optimizer")["channel_size"].to(device)
+    if not recipe.optim.feature_scale and recipe.optim.noise == "none":
+        return torch.ones(len(target.layer_ids) * target.config.hidden_size, device=device)
     squares, count = torch.zeros((), device=device), 0
     for pack in islice(pack_stream(builder, schedule, 0, workers=0), SCALE_PACKS):
         context = source(pack.to(device)).context[: pack.num_tokens].float()

@@ -53,6 +53,26 @@ class FrozenHeadLoss(torch.autograd.Function):
         return gradient * grad_total, None, None, None, None, None
 
 
+class TakeRows(torch.autograd.Function):
+    """`x[rows]` for distinct rows: the gradient is written back, where plain indexing would sort and add up."""
+
+    @staticmethod
+    def forward(ctx, x, rows):
+        ctx.save_for_backward(rows)
+        ctx.num = x.shape[0]
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (rows,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.num, grad.shape[1]).index_copy_(0, rows, grad), None
+
+
+def take_rows(x: Float[Tensor, "q hid"], rows: Int[Tensor, " row"]) -> Float[Tensor, "row hid"]:
+    """The given rows, all different."""
+    return TakeRows.apply(x, rows)
+
+
 def _chunk(logits, label, weight, nll, correct, in_topk, topk: int) -> Float[Tensor, "row voc"]:
     """Fill `nll`, `correct`, `in_topk` for a chunk; returns the gradient of its weighted loss. The reference."""
     kind, logits, want = logits.dtype, logits.float(), label[:, None]

@@ -13,23 +13,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftsmith.acceptance import block_metrics
+from draftsmith.compile import allow_compiling, forbid_recompiling
 from draftsmith.config import OptimOptions, Recipe
 from draftsmith.data.loader import pack_stream
 from draftsmith.drafters.dflash import config_json
 from draftsmith.errors import Diverged, Interrupted
 from draftsmith.evaluate import Evaluation, evaluate
 from draftsmith.job import Job, build_job
-from draftsmith.losses import frozen_head_loss
+from draftsmith.losses import frozen_head_loss, take_rows
 from draftsmith.meter import Meter, ratio
 from draftsmith.optim import learning_rate
 from draftsmith.randomness import keyed_seed
 from draftsmith.signals import StopRequest
 from draftsmith.telemetry import Console, TensorBoard
-from draftsmith.types import Features, Loss, Pack
+from draftsmith.types import Blocks, Draft, Features, Loss, Pack
+
+WARM_UP_STEPS = 3  # after these, shapes have all been seen and a new compilation is a fault
 
 
 @dataclass
@@ -62,6 +65,7 @@ def train(recipe: Recipe, console: Console) -> dict:
                 board = TensorBoard(job.run.path / "tensorboard", step=progress.step, warn=console.warn)
             _loop(job, progress, packs, stop, board, console)
         finally:
+            allow_compiling()
             packs.close()
             console.close()
             job.run.close()
@@ -79,11 +83,14 @@ def _loop(
     if progress.step == 0 and recipe.evaluation.at_start and job.cases:
         progress.before = _evaluate(job, progress, console)
 
+    warm = progress.step + WARM_UP_STEPS
     while progress.step < schedule.num_steps:
         lr = learning_rate(progress.step, schedule.num_steps, recipe.optim)
         last = progress.step + 1 == schedule.num_steps
         evaluate_now = bool(job.cases) and (last or (progress.step + 1) % recipe.evaluation.every == 0)
         save_now = evaluate_now or last or (progress.step + 1) % recipe.checkpoint.every == 0
+        if job.compiled and progress.step == warm:
+            forbid_recompiling()
         # A line of metrics does not span a checkpoint, so a continued run writes the same lines.
         report_now = save_now or (progress.step + 1) % recipe.log.every == 0
         weight = torch.zeros((), device=job.device)
@@ -129,21 +136,42 @@ def _loop(
 
 
 def pack_loss(job: Job, pack: Pack, *, topk: int = 0) -> Loss:
-    """The weighted cross-entropy of one pack's blocks, its weight, and sums for the metrics."""
+    """The loss of one pack: features from the target, the drafter's blocks, the target's head."""
     features = job.source(pack)
     features = Features(context=add_noise(features.context.to(job.drafter.dtype), job, pack))
-    blocks = pack.blocks
-    draft = job.drafter(features, pack.position, job.target.embed(blocks.tokens).to(job.drafter.dtype), blocks)
-    rows = blocks.rows[: blocks.num_rows]
+    embedded = job.target.embed(pack.blocks.tokens).to(job.drafter.dtype)
+    draft = job.drafter(features, pack.position, embedded, pack.blocks)
+    rows = pack.blocks.rows[: _num_rows(pack.blocks, job)]
+    return block_loss(draft, pack.blocks, rows, job.target.head, chunk=job.recipe.loss.chunk, topk=topk)
+
+
+def block_loss(
+    draft: Draft,
+    blocks: Blocks,
+    rows: Int[Tensor, " row"],
+    head: Float[Tensor, "voc hid"],
+    *,
+    chunk: int,
+    topk: int = 0,
+) -> Loss:
+    """Weighted cross-entropy of a pack's blocks over the given slots, its weight, and sums for the metrics."""
     label, weight = blocks.label.flatten()[rows], blocks.weight.flatten()[rows]
-    hidden = draft.hidden.flatten(0, 1)[rows]
-    out = frozen_head_loss(hidden, job.target.head, label, weight, chunk=job.recipe.loss.chunk, topk=topk)
-    correct = torch.zeros_like(blocks.weight, dtype=torch.bool).flatten().index_put((rows,), out.correct)
+    hidden = take_rows(draft.hidden.flatten(0, 1), rows)
+    out = frozen_head_loss(hidden, head, label, weight, chunk=chunk, topk=topk)
+    correct = torch.zeros_like(blocks.weight, dtype=torch.bool).flatten().index_copy(0, rows, out.correct)
     parts = block_metrics(correct.view_as(blocks.weight), blocks.weight)
     parts |= {"loss": out.total, "weight": weight.sum()}
     if topk:
-        parts |= {"topk_hits": out.in_topk.sum(), "topk_rows": torch.full_like(out.total, blocks.num_rows)}
+        parts |= {"topk_hits": (out.in_topk & (weight > 0)).sum(), "topk_rows": (weight > 0).sum()}
     return Loss(total=out.total, weight=weight.sum(), parts=parts)
+
+
+def _num_rows(blocks: Blocks, job: Job) -> int:
+    """Rows for the head: those with weight, and on a GPU as many more as fill the last chunk, so that shapes recur."""
+    if job.device.type == "cpu":
+        return blocks.num_rows
+    chunk = job.recipe.loss.chunk
+    return min(-(-blocks.num_rows // chunk) * chunk, blocks.rows.shape[0])
 
 
 def add_noise(context: Float[Tensor, "tok tap_hid"], job: Job, pack: Pack) -> Float[Tensor, "tok tap_hid"]:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from draftsmith.config import DFlashOptions
-from draftsmith.drafters.attention import flex_mask
 from draftsmith.drafters.layers import DecoderLayer, RMSNorm, Rotary
 from draftsmith.errors import UserError
+from draftsmith.flex import flex_mask
 from draftsmith.types import Blocks, Draft, Features
 from draftsmith.visibility import dense_mask, intervals
 

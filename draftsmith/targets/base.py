@@ -38,6 +38,10 @@ class Target(Protocol):
         """Outputs of the tapped blocks for every token of a pack, documents isolated from each other."""
         ...
 
+    def compile_layers(self) -> None:
+        """Compile what `capture` runs."""
+        ...
+
     def new_cache(self) -> Any:
         """An empty key-value cache for `extend`."""
         ...

@@ -23,10 +23,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import logging
 
 from draftsmith.config import TargetOptions
-from draftsmith.drafters.attention import flex_mask
 from draftsmith.errors import UserError
+from draftsmith.flex import flex_mask
 from draftsmith.targets.packed_attention import NAME, document_spans
 from draftsmith.types import Features, Pack
 
@@ -159,6 +160,7 @@ def load_target(options: TargetOptions, device: torch.device, num_draft_layers: 
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
     named = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    logging.disable_progress_bar()  # transformers' own; it would tear our lines
     model = AutoModelForCausalLM.from_pretrained(
         options.path, dtype=getattr(torch, dtype), attn_implementation=NAME, **named
     ).to(device=device)

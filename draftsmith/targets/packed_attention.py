@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from draftsmith.drafters.attention import flex
+from draftsmith.flex import flex
 from draftsmith.types import Intervals
 
 NAME = "draftsmith_packed"

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from draftsmith.anchors import BlockShape, build_blocks
-from draftsmith.drafters.attention import attend, flex_mask
+from draftsmith.drafters.attention import attend
+from draftsmith.flex import flex_mask
 from draftsmith.losses import _chunk, frozen_head_loss
 from draftsmith.visibility import dense_mask
 
