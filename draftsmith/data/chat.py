@@ -318,7 +318,7 @@ def _without_end(turn: _Turn) -> _Turn:
 
 def _continues(before: _Turn, turn: _Turn) -> bool:
     """True if the earlier answer, as it was written, is a part of what the later one was asked with."""
-    return turn.start >= before.end and turn.tokens[: before.end] == before.tokens[: before.end]
+    return turn.tokens[: before.end] == before.tokens[: before.end]
 
 
 def _join(turns: list[_Turn], whole: list[int], ends: frozenset[int]) -> Rendered:

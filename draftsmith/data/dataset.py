@@ -77,7 +77,7 @@ def prepare(
     if store.recover(folder):
         report(f"{folder}: put back after an interrupted replacement")
     if (old := store.read_manifest(folder)) is not None:
-        changed = store.changes(old, inputs, folder)
+        changed = store.changes(old, inputs, folder) or _too_poor(old["counts"], options)
         if not changed:
             report(f"reusing {folder}: same conversations, tokenizer, chat template and options ({store.summary(old)})")
             return old
@@ -267,9 +267,20 @@ def _build(
         Dataset.from_file(str(scratch)).save_to_disk(partial, max_shard_size=SHARD)
         if not quiet:
             enable_progress_bars()
+        state = partial / "state.json"  # datasets writes a random number there; the same rows are to be the same bytes
+        known = json.loads(state.read_text()) | {"_fingerprint": tally.content.hexdigest()[:16]}
+        state.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
     shutil.rmtree(scratch.parent)
     write_bad_rows(tally, partial, report)
     return tally, str(form)
+
+
+def _too_poor(counts: dict, options: DataOptions) -> list[str]:
+    """Why a folder made with laxer limits cannot be reused; empty if it can."""
+    bad, share = counts["bad"], counts["supervised"] / counts["tokens"]
+    poor = [f"it has {bad} bad rows, max_bad_rows is {options.max_bad_rows}"] if bad > options.max_bad_rows else []
+    lean = share < options.min_supervised
+    return poor + ([f"{share:.2%} are supervised, min_supervised is {options.min_supervised}"] if lean else [])
 
 
 def _record_batch(samples: list[Sample]) -> pa.RecordBatch:

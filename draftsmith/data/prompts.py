@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from draftsmith.errors import DataError
 
@@ -18,7 +19,7 @@ from draftsmith.errors import DataError
 class Prompt:
     id: str
     """The row's own, or `content_id` of its messages."""
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
     """Turns with a role and a content; the last is the user's."""
     tags: tuple[str, ...] = ()
 
@@ -55,7 +56,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     return prompts
 
 
-def content_id(messages: Sequence[dict[str, str]]) -> str:
+def content_id(messages: Sequence[dict[str, Any]]) -> str:
     """16 hex digits that depend on the turns alone: the same wherever and in whatever order the row stands."""
     canonical = json.dumps(list(messages), sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(canonical.encode(), digest_size=8).hexdigest()

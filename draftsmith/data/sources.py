@@ -6,6 +6,7 @@ its name says, or else its first bytes; whether it is compressed (gzip, zstd) it
 
 from __future__ import annotations
 
+import codecs
 import glob
 import gzip
 import hashlib
@@ -17,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -148,6 +149,8 @@ def _remote_files(url: str) -> tuple[str, ...]:
         package = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp"}
         needed = package.get(url.split("://")[0], "its fsspec implementation")
         raise EnvironmentFault(f"{shown(url)}: this needs {needed}; install it with: pip install {needed}") from error
+    except DataError:
+        raise
     except (OSError, ValueError) as error:
         raise DataError(f"{shown(url)} could not be reached ({type(error).__name__})") from error
     return (url,)
@@ -170,17 +173,18 @@ def _kind_by_name(name: str) -> str | None:
     return SUFFIXES.get(Path(path.stem).suffix if path.suffix in PACKED else path.suffix)
 
 
-def _open(file: str) -> IO[bytes]:
+def _open(file: str) -> Any:
+    """A file-like object of bytes."""
     if "://" not in file:
         return open(file, "rb")
     import fsspec
 
-    return fsspec.open(file, "rb").open()  # pyright: ignore[reportReturnType]
+    return fsspec.open(file, "rb").open()
 
 
-def _unpacked(stream: IO[bytes]) -> io.BufferedReader:
+def _unpacked(stream: Any) -> io.BufferedReader:
     """The stream, through gzip or zstd if its first bytes say so."""
-    plain = stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(stream)  # type: ignore[arg-type]
+    plain = stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(stream)
     first = plain.peek(4)[:4]
     if first[:2] == b"\x1f\x8b":
         return io.BufferedReader(gzip.GzipFile(fileobj=plain))  # type: ignore[arg-type]
@@ -249,8 +253,9 @@ def _table_rows(name: str, stream: io.BufferedReader, kind: str) -> Iterator[Row
 
 def _array_rows(name: str, stream: io.BufferedReader, note: Callable[[str], None]) -> Iterator[Row]:
     """Elements of a JSON array, one at a time. One that is cut off is read up to the cut."""
-    text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="strict")
-    decoder, buffer, number, done = json.JSONDecoder(), text.read(CHUNK).lstrip().removeprefix("["), 0, False
+    decode = codecs.getincrementaldecoder("utf-8-sig")().decode
+    decoder, number, done = json.JSONDecoder(), 0, False
+    buffer = decode(stream.read(CHUNK)).lstrip().removeprefix("[")
     while True:
         buffer = buffer.lstrip().removeprefix(",").lstrip() if number else buffer.lstrip()
         if buffer.startswith("]"):
@@ -260,7 +265,7 @@ def _array_rows(name: str, stream: io.BufferedReader, note: Callable[[str], None
             if end == len(buffer) and not done:
                 raise ValueError  # a number may go on
         except ValueError as error:
-            more = text.read(max(CHUNK, len(buffer)))  # doubled, so that a long element costs no square
+            more = decode(stream.read(max(CHUNK, len(buffer))))  # doubled, so that a long element costs no square
             done = not more
             if not done:
                 buffer += more

@@ -281,9 +281,9 @@ def test_glm_answers_end_with_the_next_marker():
         '<tool_call>add{"a": 1}</tool_call><|observation|>]]'
         "\n1<|assistant|>[[\n<think>So.</think>\nNo.]]"
     ]
-    assert learned("glm", [HI, assistant("Yo!")], **OFF) == [
-        "[gMASK]<|user|>\nHi<|assistant|>\n<think></think>[[\nYo!]]"
-    ]
+    for style in (OFF, {}):  # the server's own prompt without thinking tells that the line break is the target's
+        text = "[gMASK]<|user|>\nHi<|assistant|>\n<think></think>[[\nYo!]]"
+        assert learned("glm", [HI, assistant("Yo!")], **style) == [text]
 
 
 @pytest.mark.parametrize("name", ["qwen25", "llama3", "gemma", "mistral"])
