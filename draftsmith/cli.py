@@ -25,6 +25,7 @@ VERBS: dict[str, tuple[type, str, tuple[str, ...]]] = {
     "train": (config.Recipe, "draftsmith.verbs:train", ("recipe",)),
     "evaluate": (config.EvaluateCommand, "draftsmith.verbs:evaluate", ("run",)),
     "export": (config.ExportCommand, "draftsmith.verbs:export", ("run",)),
+    "verify": (config.VerifyCommand, "draftsmith.verbs:verify", ("folder",)),
     "generate": (config.GenerateCommand, "draftsmith.verbs:generate", ("run", "prompt")),
 }
 

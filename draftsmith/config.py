@@ -303,6 +303,29 @@ class ExportCommand:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VerifyCommand:
+    """Prove that an exported drafter, loaded afresh, drafts as it did in training."""
+
+    folder: str
+    """An exported drafter: z-lab or speculators layout, ours or another's."""
+    target: TargetOptions = field(default_factory=TargetOptions)
+    engine: tuple[Literal["reference", "dflash", "vllm"], ...] = ("reference",)
+    """Who decodes besides the independent reference; engines get a Python environment of their own."""
+    engines: str = "~/.cache/draftsmith/engines"
+    """Folder of the engines' environments, made on demand."""
+    prompts: str = ""
+    """JSONL of prompts. Empty: those recorded with the export."""
+    limit: int = 4
+    """Prompts used."""
+    max_new_tokens: int = 64
+    url: str = ""
+    """A running vLLM server that serves target and drafter (with --engine vllm); its metrics are read."""
+    output: str = ""
+    """Also write the table as JSON to this file."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerateCommand:
     """Chat once with the drafter's help; accepted tokens are coloured."""
 

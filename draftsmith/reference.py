@@ -137,13 +137,13 @@ class Reference:
 
 
 def visible(number: int, slots: int, window: int | None, causal: bool) -> Tensor:
-    """Which of `number` context tokens and `slots` slots each slot sees, one pair at a time."""
-    sees = torch.zeros(slots, number + slots, dtype=torch.bool)
-    for slot in range(slots):
-        for key in range(number + slots):
-            near = window is None or number + slot - key < window
-            sees[slot, key] = near and (key < number or not causal or key <= number + slot)
-    return sees
+    """Which of `number` context tokens and `slots` slots each slot sees: one row per slot, its own position last."""
+    own = torch.arange(number, number + slots)[:, None]
+    key = torch.arange(number + slots)[None, :]
+    sees = torch.ones(slots, number + slots, dtype=torch.bool)
+    if window is not None:
+        sees &= own - key < window
+    return sees & (key <= own) if causal else sees
 
 
 def rotate(x: Float[Tensor, "n head dim"], positions: Int[Tensor, " n"], reading: Reading) -> Tensor:

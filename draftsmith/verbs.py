@@ -36,6 +36,7 @@ from draftsmith.targets.hf import choose_mask_token, end_ids, load_tokenizer, re
 from draftsmith.telemetry import Console
 from draftsmith.train import train as run_training
 from draftsmith.types import Sample
+from draftsmith.verify import conclude, verify_folder
 
 
 def recipes(command: config.RecipesCommand) -> None:
@@ -168,6 +169,23 @@ def export(command: config.ExportCommand) -> None:
         for remark in vllm_remarks(served):
             console.warn(remark)
     console.say(f"next: draftsmith verify {folders[layouts[0]]} --target.path {recipe.target.path}")
+
+
+def verify(command: config.VerifyCommand) -> None:
+    """Check an exported folder against its target; a failed check ends with exit code 4."""
+    console = Console()
+
+    def load(layer_ids: tuple[int, ...]) -> HFTarget:
+        return load_target(replace(command.target, layer_ids=layer_ids), choose_device(command.device))
+
+    found = verify_folder(command, load, console.say)
+    for name, value in found.figures.items():
+        console.say(f"accept length, pooled, {name:<10} {value:.3f}")
+    conclude(command, found)
+    console.say(f"verified {command.folder}: it drafts as it did in training")
+    served = json.loads((Path(command.folder) / "config.json").read_text())
+    line = next(iter(serve_commands(served, command.folder, command.target.path).values()))
+    console.say(f"next: {line}")
 
 
 def recorded_prompts(recipe: config.Recipe, target: HFTarget, command: config.ExportCommand) -> list[torch.Tensor]:

@@ -1,0 +1,389 @@
+"""Proof that an exported drafter is the trained one.
+
+Everything is loaded afresh from config.json and the weights. An independent reference forward is compared with the
+trained code block by block, and with what was recorded at the time of export; decoding must give the target's own
+greedy output; and the accept lengths of the trainer, the reference and real engines stand side by side.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from draftsmith.config import VerifyCommand
+from draftsmith.data.chat import render_prompt
+from draftsmith.data.prompts import read_prompts
+from draftsmith.engines.launch import ask, prepare
+from draftsmith.errors import DataError, EnvironmentFault, UserError
+from draftsmith.export.folder import measure
+from draftsmith.export.read import DrafterFolder, read_folder
+from draftsmith.export.record import synthetic_prompts
+from draftsmith.export.serve import sglang_objections, vllm_remarks
+from draftsmith.readings import Decoder, Run, better_readings, compare_readings
+from draftsmith.reference import Reference
+from draftsmith.targets import HFTarget
+from draftsmith.targets.hf import read_config
+
+TOLERANCE = {"float32": 2e-3, "bfloat16": 0.1}  # of a slot's logits, in standard deviations over the vocabulary
+ACCEPT_TOLERANCE = 0.02  # relative, between implementations on the same prompts
+VLLM_TOLERANCE = 0.05  # its counts at the end of an answer differ by a cycle
+
+
+class CheckFailed(DataError):
+    """At least one check of `verify` failed. Exit code 4."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One check. `passed` is None for a warning."""
+
+    check: str
+    passed: bool | None
+    said: str
+
+
+@dataclass
+class Findings:
+    """Rows as they come, and the figures that stand side by side."""
+
+    say: Callable[[str], None]
+    rows: list[Row] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
+    versions: dict[str, dict] = field(default_factory=dict)
+
+    def add(self, check: str, passed: bool | None, said: str) -> None:
+        self.rows.append(Row(check, passed, said))
+        self.say(f"{'warn' if passed is None else 'pass' if passed else 'FAIL'}  {check:<12} {said}")
+
+    @property
+    def failed(self) -> list[str]:
+        return [row.check for row in self.rows if row.passed is False]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is verified, and on which text."""
+
+    folder: DrafterFolder
+    target: HFTarget
+    decoder: Decoder
+    reference: Reference
+    prompts: list[Tensor]
+    plain: list[list[int]]
+    """The target's own greedy answers."""
+    runs: list[Run]
+    """The reference's."""
+    max_new_tokens: int
+
+
+def verify_folder(
+    command: VerifyCommand, load: Callable[[tuple[int, ...]], HFTarget], say: Callable[[str], None]
+) -> Findings:
+    """All checks, each said as it is made. `load` gives the target, once the drafter could be read."""
+    path = Path(command.folder)
+    if not (path / "config.json").is_file():
+        raise UserError(f"{command.folder!r} holds no config.json; give the folder of an exported drafter")
+    found = Findings(say)
+    try:
+        folder = read_folder(path)
+    except UserError as error:
+        found.add("format", False, str(error))
+        return found
+    tensors = f"{len(folder.tensors)} tensors and every key understood"
+    found.add("format", True, f"{folder.layout} layout, {tensors}")
+    check_files(folder, found)
+    check_rules(folder, found)
+    if not check_sizes(folder, read_config(command.target), found):
+        return found
+    target = load(tuple(folder.config["dflash_config"]["target_layer_ids"]))
+    check_target(folder, target, found)
+    subject = make_subject(command, folder, target)
+    for check in (check_logits, check_proposals, check_greedy, check_acceptance, check_readings):
+        check(subject, found)
+    for engine in command.engine:
+        if engine != "reference":
+            check_engine(engine, command, subject, found)
+    return found
+
+
+def conclude(command: VerifyCommand, found: Findings) -> None:
+    """Write the report; raises CheckFailed naming the checks."""
+    if command.output:
+        report = {
+            "rows": [asdict(row) for row in found.rows],
+            "accept_length_pooled": found.figures,
+            "versions": found.versions,
+            "failed": found.failed,
+        }
+        Path(command.output).write_text(json.dumps(report, indent=1) + "\n")
+    if found.failed:
+        raise CheckFailed(f"{command.folder} failed: {', '.join(dict.fromkeys(found.failed))}; see the lines above")
+
+
+def make_subject(command: VerifyCommand, folder: DrafterFolder, target: HFTarget) -> Subject:
+    measured = (folder.record or {}).get("measured")
+    if command.limit < 1 or command.max_new_tokens < 1:
+        raise UserError("limit and max_new_tokens must be greater than 0")
+    limit = command.max_new_tokens
+    if command.prompts:
+        rows = read_prompts(Path(command.prompts), command.limit)
+        prompts = [torch.from_numpy(render_prompt(target.tokenizer, list(row.messages))) for row in rows]
+    elif measured:
+        prompts = [torch.tensor(answer["prompt"]) for answer in measured["answers"]]
+        limit = measured["max_new_tokens"]
+    else:
+        prompts = synthetic_prompts(target, command.limit)
+    prompts = [prompt.to(target.device) for prompt in prompts]
+    decoder, reference = Decoder(target), Reference.from_folder(folder.path, target.device)
+    return Subject(
+        folder=folder,
+        target=target,
+        decoder=decoder,
+        reference=reference,
+        prompts=prompts,
+        plain=[decoder.greedy(prompt, limit) for prompt in prompts],
+        runs=[decoder.decode(reference, prompt, limit) for prompt in prompts],
+        max_new_tokens=limit,
+    )
+
+
+def check_files(folder: DrafterFolder, found: Findings) -> None:
+    """The files are those that were written, and their weights are of a type that can be served."""
+    if folder.record is None:
+        found.add("files", None, "no draftsmith.json, so nothing recorded in training can be compared")
+    else:
+        listed = folder.record.get("files") or {}
+        changed = [n for n, entry in listed.items() if not _same(folder.path / n, entry)]
+        found.add("files", not changed, f"changed since export: {', '.join(changed)}" if changed else "as written")
+    for remark in folder.remarks:
+        found.add("weights", False, remark)
+
+
+def _same(path: Path, entry: dict) -> bool:
+    return path.is_file() and not Path(path.name).is_absolute() and measure(path) == entry
+
+
+def check_rules(folder: DrafterFolder, found: Findings) -> None:
+    """What loaders would refuse or guess, and a block larger than the trained one."""
+    raw = json.loads((folder.path / "config.json").read_text())
+    for remark in vllm_remarks(raw):
+        found.add("vllm rules", None, remark)
+    if folder.layout == "zlab":
+        objections = sglang_objections(raw, folder.config["vocab_size"], folder.config["num_target_layers"])
+        found.add("sglang rules", not objections, "; ".join(objections) or "our reading of its loader finds no fault")
+    trained = ((folder.record or {}).get("trained") or {}).get("block_size")
+    block = folder.config["block_size"]
+    if trained and block > trained:
+        found.add("block size", None, f"{block} is larger than the trained {trained}; acceptance falls at every slot")
+
+
+def check_sizes(folder: DrafterFolder, target: PretrainedConfig, found: Findings) -> bool:
+    """Whether this can be the drafter's target at all."""
+    sizes = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "num_target_layers": "num_hidden_layers"}
+    if folder.layout == "speculators" and folder.record is None:
+        sizes.pop("num_target_layers")  # not part of that layout
+    wrong = [
+        f"{mine} is {folder.config[mine]}, the target's {getattr(target, theirs)}"
+        for mine, theirs in sizes.items()
+        if folder.config[mine] != getattr(target, theirs)
+    ]
+    if wrong:
+        found.add("target", False, "; ".join(wrong))
+    return not wrong
+
+
+def check_target(folder: DrafterFolder, target: HFTarget, found: Findings) -> None:
+    """The fingerprint tells whether it is the drafter's target; tables in the folder must be the target's."""
+    record = folder.record or {}
+    recorded = (record.get("fingerprints") or {}).get("target")
+    comparable = recorded and record["measured"]["dtype"] == str(target.head.dtype).removeprefix("torch.")
+    if comparable and recorded != target.fingerprint:
+        found.add("target", False, "another target than the one trained for (its fingerprint differs)")
+    else:
+        found.add("target", True, "the one trained for" if comparable else "sizes fit; not known which it was")
+    for name, mine in folder.shared.items():
+        theirs = target.model.get_input_embeddings().weight if name.startswith("embed") else target.head
+        if not torch.equal(mine.to(torch.bfloat16), theirs.detach().cpu().to(torch.bfloat16)):
+            found.add("target", False, f"{name} is not the target's")
+
+
+def _anchors(subject: Subject) -> Iterator[tuple[Tensor, Tensor]]:
+    """A few texts of each prompt's answer (the last token is the anchor), with all states before it."""
+    for prompt, answer in zip(subject.prompts, subject.plain, strict=True):
+        for committed in sorted({1, max(1, len(answer) // 2), max(1, len(answer) - 1)}):
+            text = torch.cat([prompt, prompt.new_tensor(answer[:committed])])
+            yield text, text[:-1]
+
+
+def check_logits(subject: Subject, found: Findings) -> None:
+    """(a) The reference against the code that was trained, block by block, loaded from the same folder."""
+    drafter = subject.folder.drafter().to(device=subject.target.device)
+    taps, block = subject.reference.reading.taps, subject.reference.reading.block_size
+    worst, blocks, agreed = 0.0, 0, 0
+    for text, context in _anchors(subject):
+        _, states = subject.decoder.run(context, subject.decoder.new_cache())
+        features = torch.cat([states[number + 1] for number in taps], dim=-1).float()
+        theirs = subject.decoder.draft(subject.reference, features, int(text[-1]), block)
+        slots = torch.full((block,), subject.reference.reading.mask_token_id, device=text.device)
+        slots[0] = text[-1]
+        with torch.no_grad():
+            positions = torch.arange(len(context), device=text.device)
+            hidden = drafter.propose(drafter.project(features, positions), subject.target.embed(slots).float())
+        ours = hidden @ subject.target.head.float().T
+        worst = max(worst, float(((ours - theirs).abs().amax(-1) / theirs.std(-1)).max()))
+        agreed += int((ours.argmax(-1) == theirs.argmax(-1)).all())
+        blocks += 1
+    limit = TOLERANCE["float32"] if subject.target.device.type == "cpu" else TOLERANCE["bfloat16"]
+    found.add(
+        "logits",
+        worst <= limit,
+        f"reference against the trained code: {blocks} blocks, largest difference {worst:.1e} of a deviation, "
+        f"first choice equal in {agreed}",
+    )
+
+
+def check_proposals(subject: Subject, found: Findings) -> None:
+    """The reference against the logits written down at export, on the very texts."""
+    measured = (subject.folder.record or {}).get("measured")
+    if not measured:
+        return
+    worst, equal, total = 0.0, 0, 0
+    taps, block = subject.reference.reading.taps, subject.folder.record["trained"]["block_size"]
+    for note in measured["proposals"]:
+        answer = measured["answers"][note["answer"]]
+        text = torch.tensor(answer["prompt"] + answer["tokens"][: note["committed"]], device=subject.target.device)
+        if int(text.max()) >= subject.target.config.vocab_size:
+            found.add("proposals", False, "the recorded text is not of this target's vocabulary")
+            return
+        _, states = subject.decoder.run(text[:-1], subject.decoder.new_cache())
+        features = torch.cat([states[number + 1] for number in taps], dim=-1)
+        logits = subject.decoder.draft(subject.reference, features, int(text[-1]), block)[1:]
+        known = torch.tensor(note["tokens"], device=text.device)
+        difference = logits.gather(1, known) - torch.tensor(note["logits"], device=text.device)
+        worst = max(worst, float((difference.abs().amax(-1) / logits.std(-1)).max()))
+        equal += int((logits.argmax(-1) == known[:, 0]).sum())
+        total += len(known)
+    exact = measured["dtype"] == "float32" and subject.target.head.dtype == torch.float32
+    limit = TOLERANCE["float32" if exact else "bfloat16"]
+    found.add(
+        "proposals",
+        worst <= limit,
+        f"reference against the trainer's record: {equal} of {total} first choices equal, largest difference "
+        f"{worst:.1e} of a deviation",
+    )
+
+
+def check_greedy(subject: Subject, found: Findings) -> None:
+    """(b) Decoding with the reference gives the target's own greedy output."""
+    number = _num_equal(subject, [run.tokens for run in subject.runs])
+    found.add("greedy", number == len(subject.runs), f"{number} of {len(subject.runs)} outputs equal to the target's")
+
+
+def _num_equal(subject: Subject, outputs: list[list[int]]) -> int:
+    """Outputs equal to plain decoding; in bf16 a first difference at a near tie counts as equal."""
+    number = 0
+    for prompt, plain, output in zip(subject.prompts, subject.plain, outputs, strict=True):
+        first = next((i for i, (a, b) in enumerate(zip(plain, output, strict=False)) if a != b), None)
+        if first is None:
+            number += len(plain) == len(output)
+        elif subject.target.head.dtype != torch.float32:
+            text = torch.cat([prompt, prompt.new_tensor(plain[:first])])
+            number += subject.decoder.is_near_tie(text, output[first])
+    return number
+
+
+def check_acceptance(subject: Subject, found: Findings) -> None:
+    """(c) The reference's accept length beside the trainer's own, on the same prompts; and per position."""
+    value = pooled([run.cycles for run in subject.runs])
+    found.figures["reference"] = value
+    measured = (subject.folder.record or {}).get("measured")
+    same = measured and [a["prompt"] for a in measured["answers"]] == [p.tolist() for p in subject.prompts]
+    by_slot = accept_by_slot([run.accepted for run in subject.runs], subject.reference.reading.block_size)
+    slots = "by slot " + " ".join(f"{rate:.2f}" for rate in by_slot)
+    if not same:
+        found.add("acceptance", True, f"accept length {value:.3f} (reference); no record on these prompts; {slots}")
+        return
+    trainer = measured["accept_length_pooled"]
+    found.figures = {"trainer": trainer, **found.figures}
+    said = f"accept length {value:.3f} (reference), {trainer:.3f} (trainer), difference {value - trainer:+.3f}; {slots}"
+    found.add("acceptance", abs(value - trainer) <= ACCEPT_TOLERANCE * trainer, said)
+    reported = subject.folder.record["trained"].get("accept")
+    if reported and reported > 1.5 and value - 1 < 0.4 * (reported - 1):
+        found.add(
+            "training",
+            None,
+            f"training reported {reported:.2f} on its own text, decoding gives {value:.2f}: overfitted, or trained "
+            "with other conventions than those of serving",
+        )
+
+
+def check_readings(subject: Subject, found: Findings) -> None:
+    """The conventions of the folder must be those under which its weights work best."""
+    scores = compare_readings(
+        subject.decoder, subject.reference, list(zip(subject.prompts, subject.plain, strict=True))
+    )
+    if not scores:
+        return
+    better = better_readings(scores)
+    told = ", ".join(f"{name} {score:.2f}" for name, score in scores.items())
+    silent = f"; the folder is silent on {', '.join(subject.folder.silent)}" if subject.folder.silent else ""
+    found.add("conventions", not better, f"accepted drafts per block: {told}{silent}")
+
+
+def check_engine(engine: str, command: VerifyCommand, subject: Subject, found: Findings) -> None:
+    """The same prompts in a real engine, in its own environment."""
+    if engine == "dflash" and subject.folder.layout != "zlab":
+        found.add(engine, None, "PyPI dflash reads the z-lab layout only")
+        return
+    request = {
+        "drafter": str(subject.folder.path.resolve()),
+        "target": _place(command.target.path),
+        "prompts": [prompt.tolist() for prompt in subject.prompts],
+        "max_new_tokens": subject.max_new_tokens,
+        "eos_ids": sorted(subject.target.eos_ids),
+        "block_size": subject.reference.reading.block_size,
+    }
+    try:
+        python = prepare(engine, Path(command.engines).expanduser(), found.say)
+        answer = ask(engine, python, request)
+    except EnvironmentFault as error:
+        found.add(engine, False, str(error))
+        return
+    found.versions[engine] = answer["versions"]
+    if "num_cycles" in answer:  # vLLM counts whole blocks, even beyond the end of an answer
+        value = 1 + answer["num_accepted"] / max(1, answer["num_cycles"])
+        accepted = [n for run in subject.runs for n in run.accepted]
+        wanted = 1 + sum(accepted) / max(1, len(accepted))
+    else:
+        value, wanted = pooled([a["cycles"] for a in answer["answers"]]), found.figures["reference"]
+    found.figures[engine] = value
+    number = _num_equal(subject, [a["tokens"] for a in answer["answers"]])
+    close = abs(value - wanted) <= (VLLM_TOLERANCE if "num_cycles" in answer else ACCEPT_TOLERANCE) * wanted
+    found.add(
+        engine,
+        number == len(subject.prompts) and close,
+        f"{number} of {len(subject.prompts)} outputs equal to the target's; accept length {value:.3f}, reference by "
+        f"the same count {wanted:.3f}, difference {value - wanted:+.3f}",
+    )
+
+
+def _place(target: str) -> str:
+    return str(Path(target).resolve()) if Path(target).is_dir() else target
+
+
+def pooled(cycles: list[list[int]]) -> float:
+    """All committed tokens over all cycles."""
+    numbers = [n for answer in cycles for n in answer]
+    return sum(numbers) / max(1, len(numbers))
+
+
+def accept_by_slot(accepted: list[list[int]], block_size: int) -> list[float]:
+    """Share of cycles in which slot k was accepted."""
+    numbers = [n for answer in accepted for n in answer]
+    return [sum(n >= slot for n in numbers) / max(1, len(numbers)) for slot in range(1, block_size)]

@@ -1,0 +1,291 @@
+"""The gate: an overfitted drafter is exported, loaded afresh, and must draft as it did; spoilt ones must not pass."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.negative_controls import CONTROLS, edit_config, judge, labels_shifted, reseal, spoil
+from draftsmith.cli import main
+from draftsmith.config import TargetOptions, VerifyCommand
+from draftsmith.engines import launch
+from draftsmith.errors import EnvironmentFault
+from draftsmith.readings import Decoder, better_readings, leading
+from draftsmith.reference import Reference
+from draftsmith.targets import load_target
+from draftsmith.verify import accept_by_slot, pooled
+from tests.overfit import YARN, make_export, make_target
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def gate(target, tmp_path_factory) -> Path:
+    """The export of a drafter that knows its target's answers by heart."""
+    return make_export(tmp_path_factory.mktemp("gate"), target, "all")
+
+
+def said(found) -> dict[str, str]:
+    return {row.check: row.said for row in found.rows}
+
+
+# What must pass
+
+
+def test_the_gate_passes_and_accepts_nearly_everything(gate, target, tmp_path, capsys):
+    report = tmp_path / "report.json"
+    main(["verify", str(gate / "zlab"), "--target.path", str(target), "--output", str(report), "--device", "cpu"])
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert lines[-1].startswith("next: vllm serve ") and "verified" in lines[-2]
+    found = json.loads(report.read_text())
+    assert found["failed"] == []
+    figures = found["accept_length_pooled"]
+    assert figures["reference"] == pytest.approx(figures["trainer"], abs=1e-9) and figures["reference"] > 5
+    rows = {row["check"]: row["said"] for row in found["rows"]}
+    assert "4 of 4 outputs equal" in rows["greedy"]
+    assert "56 of 56 first choices equal" in rows["proposals"]
+    assert "labels one position on" in rows["conventions"] and "taps one block later" in rows["conventions"]
+
+
+def test_both_layouts_pass_with_the_same_figures(gate, target):
+    zlab, speculators = (judge(gate / layout, target) for layout in ("zlab", "speculators"))
+    assert speculators.failed == [] and speculators.figures == zlab.figures
+
+
+def test_given_prompts_are_used_instead_of_the_recorded_ones(gate, target, tmp_path, capsys):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "something else"}\n')
+    words = ["--prompts", str(prompts), "--max_new_tokens", "12", "--device", "cpu"]
+    main(["verify", str(gate / "zlab"), "--target.path", str(target), *words])
+    out = capsys.readouterr().out
+    assert "1 of 1 outputs equal" in out and "no record on these prompts" in out
+
+
+VARIANTS = {
+    "sliding, window shorter than the prompt": {"layer_types": ("sliding_attention",) * 2, "sliding_window": 6},
+    "mixed": {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6},
+    "block 16": {"block_size": 16},
+    "another head size": {"head_dim": 16},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_shape_of_drafter_passes(name, target, tmp_path):
+    found = judge(make_export(tmp_path, target, steps=3, **VARIANTS[name]), target)
+    assert found.failed == [], said(found)
+
+
+@pytest.mark.parametrize("options", [{"tied": False}, {"rope": YARN}], ids=["untied", "yarn"])
+def test_every_kind_of_target_passes(options, tmp_path):
+    target = make_target(tmp_path / "target", **options)
+    (tmp_path / "drafter").mkdir()
+    found = judge(make_export(tmp_path / "drafter", target, steps=3), target)
+    assert found.failed == [], said(found)
+
+
+def test_a_folder_of_others_is_verified_without_a_record(gate, target, tmp_path):
+    folder = shutil.copytree(gate / "zlab", tmp_path / "theirs")
+    (folder / "draftsmith.json").unlink()
+    found = judge(folder, target)
+    assert found.failed == []
+    assert "no draftsmith.json" in said(found)["files"] and "silent on slot offset" in said(found)["conventions"]
+
+
+# What must not pass
+
+EXPECTED = {
+    "tap ids shifted by one": "proposals",
+    "tap ids in another order": "proposals",
+    "rope_theta lost": "format",
+    "rope_theta defaulted to 10000": "proposals",
+    "is_causal flipped": "conventions",
+    "norm weights reset": "proposals",
+    "block size larger than trained": "block size",
+    "two tensors swapped": "proposals",
+    "a tensor renamed": "format",
+    "fp16 weights": "weights",
+}
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_negative_controls(control, gate, target, tmp_path):
+    found = judge(spoil(control, gate / "zlab", tmp_path / "spoilt"), target)
+    caught = [row.check for row in found.rows if not row.passed]
+    assert EXPECTED[control] in caught, said(found)
+    if control == "block size larger than trained":
+        assert "16 is larger than the trained 8" in said(found)["block size"] and "greedy" not in found.failed
+
+
+def test_drafter_of_another_target(gate, tmp_path):
+    found = judge(gate / "zlab", make_target(tmp_path / "other", seed=1))
+    assert "target" in found.failed and "greedy" not in found.failed, "output stays the target's own all the same"
+
+
+def test_drafter_of_a_target_of_another_size(gate, tmp_path):
+    found = judge(gate / "zlab", make_target(tmp_path / "other", hidden=64))
+    assert found.failed == ["target"] and "hidden_size is 32, the target's 64" in said(found)["target"]
+
+
+def test_labels_shifted_in_training(target, tmp_path):
+    with labels_shifted():
+        folder = make_export(tmp_path, target)
+    found = judge(folder, target)
+    assert "conventions" in found.failed, said(found)
+
+
+def test_a_file_that_changed_since_the_export(gate, target, tmp_path):
+    folder = shutil.copytree(gate / "zlab", tmp_path / "changed")
+    edit_config(folder, lambda config: config.update(eos_token_id=3))
+    found = judge(folder, target)
+    assert found.failed == ["files"] and "config.json" in said(found)["files"]
+    reseal(folder)
+    assert judge(folder, target).failed == []
+
+
+def test_foreign_tables_in_a_speculators_folder(gate, target, tmp_path):
+    folder = shutil.copytree(gate / "speculators", tmp_path / "changed")
+    from benchmarks.negative_controls import edit_tensors
+
+    edit_tensors(folder, lambda tensors: tensors["lm_head.weight"].mul_(2))
+    reseal(folder)
+    assert "lm_head.weight is not the target's" in said(judge(folder, target))["target"]
+
+
+def test_a_failed_check_ends_with_code_4_and_its_name(gate, target, tmp_path, capsys):
+    folder = spoil("two tensors swapped", gate / "zlab", tmp_path / "spoilt")
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", str(folder), "--target.path", str(target), "--device", "cpu"])
+    assert ended.value.code == 4
+    said = capsys.readouterr()
+    assert "failed: proposals, acceptance" in said.err and "FAIL  proposals" in said.out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "expected"),
+    [
+        (["FOLDER/nowhere"], 2, "holds no config.json"),
+        (["GATE", "--target.path", "FOLDER/nowhere"], 2, "could not be read as a model"),
+        (["GATE"], 2, "target.path is not given"),
+        (["GATE", "--target.path", "TARGET", "--prompts", "FOLDER/none.jsonl"], 4, "no such file"),
+        (["GATE", "--target.path", "TARGET", "--limit", "0"], 2, "greater than 0"),
+    ],
+)
+def test_mistakes_are_one_line(gate, target, tmp_path, capsys, words, code, expected):
+    places = {"FOLDER": str(tmp_path), "GATE": str(gate / "zlab"), "TARGET": str(target)}
+    for name, place in places.items():
+        words = [word.replace(name, place) for word in words]
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", *words, "--device", "cpu"])
+    error = capsys.readouterr().err
+    assert ended.value.code == code and expected in error and "Traceback" not in error
+
+
+# The parts
+
+
+def test_counting_by_hand():
+    assert leading(torch.tensor([True, True, False, True])) == 2
+    assert pooled([[4, 1], [2], []]) == 7 / 3
+    assert accept_by_slot([[3, 0], [1]], 4) == [2 / 3, 1 / 3, 1 / 3]
+    assert better_readings({"as read": 2.0, "a": 2.7, "b": 2.8}) == ["b"]
+    assert better_readings({"as read": 0.0, "a": 0.2}) == []
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5, 11, 40])
+def test_the_reference_loop_is_lossless_at_every_length(gate, target, limit):
+    model = load_target(TargetOptions(path=str(target), layer_ids=(1, 3)), torch.device("cpu"))
+    decoder, reference = Decoder(model), Reference.from_folder(gate / "zlab")
+    for prompt in (torch.tensor([1, 50, 60]), torch.arange(3, 43)):
+        run = decoder.decode(reference, prompt, limit)
+        assert run.tokens == decoder.greedy(prompt, limit)
+        assert len(run.tokens) == 1 + sum(run.cycles) and len(run.accepted) == len(run.cycles)
+
+
+def test_a_reading_that_proposes_nonsense_stays_lossless(gate, target):
+    model = load_target(TargetOptions(path=str(target), layer_ids=(1, 3)), torch.device("cpu"))
+    decoder, reference = Decoder(model), Reference.from_folder(gate / "zlab").read_as(block_size=16, taps=(4, 0))
+    prompt = torch.tensor([1, 50, 60])
+    assert decoder.decode(reference, prompt, 30).tokens == decoder.greedy(prompt, 30)
+
+
+# Engines
+
+
+def test_an_engine_that_cannot_be_made_is_a_failed_check(gate, target, tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "environments", lambda cuda: {"dflash": launch.Recipe((("--no-index", "no-such"),))})
+    command = VerifyCommand(
+        folder=str(gate / "zlab"),
+        target=TargetOptions(path=str(target)),
+        engine=("dflash",),
+        engines=str(tmp_path / "e"),
+    )
+    from draftsmith.verify import verify_folder
+
+    found = verify_folder(
+        command,
+        lambda taps: load_target(TargetOptions(path=str(target), layer_ids=taps), torch.device("cpu")),
+        lambda line: None,
+    )
+    assert found.failed == ["dflash"] and "pip install --no-index no-such failed" in said(found)["dflash"]
+
+
+def test_cpu_environments_begin_with_torch():
+    for recipe in launch.environments(cuda=False).values():
+        assert recipe.install[0] == (launch.TORCH,)
+    assert "torchvision" in launch.environments(cuda=False)["vllm"].remove
+    assert all(launch.TORCH not in words for r in launch.environments(cuda=True).values() for words in r.install)
+
+
+def test_an_engine_gets_the_request_in_a_process_that_cannot_see_us(tmp_path, monkeypatch):
+    import sys
+
+    script = Path(launch.__file__).with_name("run_dflash.py")
+    text = script.read_text() + (Path(launch.__file__).with_name("run_vllm.py")).read_text()
+    assert "import draftsmith" not in text and "from draftsmith" not in text
+    with pytest.raises(EnvironmentFault, match="dflash failed"):  # our own environment has no such package
+        launch.ask("dflash", Path(sys.executable), {"prompts": []})
+
+
+GATES = {
+    "full": {},
+    "sliding": {"layer_types": ("sliding_attention",) * 2, "sliding_window": 6},
+    "mixed": {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6},
+    "block 16": {"block_size": 16},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GATES)
+def test_pypi_dflash_serves_what_was_trained(name, target, tmp_path):
+    folder = make_export(tmp_path, target, **GATES[name])
+    found = judge(folder, target, ("dflash",))
+    assert found.failed == [], said(found)
+    assert found.figures["dflash"] == pytest.approx(found.figures["trainer"], rel=0.02)
+    assert found.figures["dflash"] > 4
+
+
+@pytest.mark.slow
+def test_pypi_dflash_with_a_scaled_rope_and_an_untied_target(tmp_path):
+    target = make_target(tmp_path / "target", tied=False, rope=YARN)
+    (tmp_path / "drafter").mkdir()
+    found = judge(make_export(tmp_path / "drafter", target), target, ("dflash",))
+    assert found.failed == [], said(found)
+
+
+@pytest.mark.slow
+@pytest.mark.engines
+@pytest.mark.parametrize("layout", ["zlab", "speculators"])
+def test_vllm_serves_what_was_trained(layout, tmp_path):
+    target = make_target(tmp_path / "target", hidden=256)
+    (tmp_path / "drafter").mkdir()
+    folder = make_export(tmp_path / "drafter", target, "all", steps=150) / layout
+    found = judge(folder, target, ("vllm",))
+    assert found.failed == [], said(found)
+    assert found.figures["vllm"] > 4
