@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import colocated, measure, step, target
+from benchmarks import attention, colocated, measure, step, target
 
 
 def bench_step(device: torch.device, toy: bool) -> list[dict]:
     if toy:
         return [step.run(step.TOY, device, "off", repeats=3)]
     shape = step.Shape()
-    rows = [step.run(shape, device, mode, repeats=10) for mode in ("off", "layer", "on")]
-    rows.append(step.run(replace(shape, tokens=49_152, anchors=6_144), device, "layer", repeats=5))
+    rows = [step.run(shape, device, mode, repeats=10) for mode in ("layer", "on")]
+    rows.append(step.run(replace(shape, tokens=49_152, anchors=6_144), device, "on", repeats=5))
     return rows
 
 
@@ -35,7 +35,15 @@ def bench_colocated(device: torch.device, toy: bool) -> list[dict]:
     return [colocated.run(shape, device, 36, (1, 9, 17, 25, 33), steps=14, workers=8)]
 
 
-BENCHMARKS = {"step": bench_step, "target": bench_target, "colocated": bench_colocated}
+def bench_attention(device: torch.device, toy: bool) -> list[dict]:
+    if device.type == "cpu":
+        print("flex attention has no backward pass on a CPU: nothing to measure")
+        return []
+    rows, best = attention.search(step.TOY if toy else step.Shape(), device)
+    return rows if toy else rows + attention.windows(device, best)
+
+
+BENCHMARKS = {"step": bench_step, "target": bench_target, "colocated": bench_colocated, "attention": bench_attention}
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ def run(
     mean = shape.document
     lengths = np.clip(rng.lognormal(np.log(mean) - 0.125, 0.5, 600), 16, shape.tokens // 4).astype(np.int64)
     documents = Documents(lengths=lengths, vocabulary=shape.vocabulary)
-    density = 1.02 * shape.anchors / shape.tokens / 0.8
+    density = shape.anchors / shape.tokens / 0.8
     options = PackOptions(
         tokens=shape.tokens, anchors=shape.anchors, anchors_per_document=shape.anchors, anchor_density=density
     )

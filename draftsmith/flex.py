@@ -14,13 +14,17 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from draftsmith.types import Intervals
 from draftsmith.visibility import TILE, tile_lists
 
+KERNEL_OPTIONS: dict[str, int] = {}
+"""Tile sizes of the kernels, fixed so that nothing is tuned at run time; empty: torch's own choice."""
+
 _compiled_flex = torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None = None) -> Tensor:
     """Flex attention, [1, head, n, dim] each, never uncompiled."""
     attention = flex_attention if torch.compiler.is_compiling() else _compiled_flex
-    return attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)
+    options = KERNEL_OPTIONS or None
+    return attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=True, kernel_options=options)
 
 
 def flex_mask(spans: Intervals, num_context: int) -> BlockMask:
