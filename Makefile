@@ -6,11 +6,12 @@ CHECK_TESTS ?= yes
 # Threads that wait for each other make small CPU runs several times slower when there are more than cores.
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test test-slow check docs bench clean help
+.PHONY: demo test test-slow test-engines check docs bench clean help
 
 help:
 	@echo "make demo        train a real drafter for a small bundled chat model and measure it (10 minutes, 2 cores)"
 	@echo "make test        the fast tests       make test-slow   interop tests and the real target"
+	@echo "make test-engines  an exported drafter in a real vLLM"
 	@echo "make check       format, lint, floors, types, spelling, fast tests"
 	@echo "make docs        the documentation    make bench       CPU benchmarks at toy size"
 
@@ -42,7 +43,11 @@ test: .venv/dev
 
 test-slow: .venv/dev
 	@echo "== slow tests"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu and not engines"
+
+test-engines: .venv/dev
+	@echo "== vLLM serves what was trained (its environment is made once, minutes)"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "engines and not gpu"
 
 check: .venv/dev
 	@echo "== format, lint, floors, types, spelling"

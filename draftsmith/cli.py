@@ -70,7 +70,8 @@ def run_verb(verb: str, words: list[str]) -> None:
         flags = recipe_words(recipe, options) + flags
     named = [word for name, value in values.items() for word in (f"--{name}", value)]
     command = parse(options, [*named, *flags], f"draftsmith {verb}")
-    if isinstance(command, config.EvaluateCommand) and (known := Path(command.run) / "recipe.toml").is_file():
+    known = Path(command.run) / "recipe.toml" if isinstance(command, config.EvaluateCommand) and command.run else None
+    if known and known.is_file():
         # The run's own recipe says how it is evaluated, unless a flag does.
         words = [*recipe_words(str(known), config.EvaluateCommand, {"evaluation"}), *named, *flags]
         command = parse(options, words, f"draftsmith {verb}")

@@ -212,7 +212,9 @@ class Recipe:
     compile: Literal["auto", "off", "layer", "on"] = "auto"
     """What torch.compile sees: off (attention only), each layer of the drafter, or all of it. auto: all, on a GPU."""
     init: str = ""
-    """Folder of a trained drafter to start from (warm start)."""
+    """Folder of a trained drafter to start from (warm start): a run's checkpoint, z-lab or Speculators layout."""
+    at_end: Literal["verify", "export", "nothing"] = "verify"
+    """After the last step: export the best checkpoint to RUN/export and check it afresh, export only, or neither."""
     target: TargetOptions = field(default_factory=TargetOptions)
     data: DataOptions = field(default_factory=DataOptions)
     pack: PackOptions = field(default_factory=PackOptions)
@@ -275,10 +277,16 @@ class PreviewCommand:
 class EvaluateCommand:
     """Decode held-out prompts with and without the drafter; report the acceptance length."""
 
-    run: str
+    run: str = ""
     """Folder of a finished or interrupted run."""
     checkpoint: str = "best"
     """best, last, or the name of a checkpoint folder of the run."""
+    drafter: str = ""
+    """Instead of a run: any drafter's folder, z-lab or Speculators layout (with --target.path)."""
+    target: TargetOptions = field(default_factory=TargetOptions)
+    """For --drafter only; a run knows its target."""
+    output: str = ""
+    """Folder for results.json and samples.jsonl. Empty: RUN/evaluation; nothing is written for --drafter."""
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
     device: Literal["auto", "cpu", "cuda"] = "auto"
 

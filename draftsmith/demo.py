@@ -24,7 +24,7 @@ from draftsmith.targets.gguf import SMOLLM2_SHA256, convert, find_smollm2
 from draftsmith.targets.hf import end_ids, load_tokenizer
 from draftsmith.telemetry import Console
 from draftsmith.train import train
-from draftsmith.verbs import open_run, show_answer
+from draftsmith.verbs import finish, open_run, show_answer
 
 TARGET = "SmolLM2-135M-Instruct"
 ROWS = 400  # of the bundled conversations; capturing their features is what takes time on a CPU
@@ -54,6 +54,7 @@ def demo(command: DemoCommand) -> None:
 
     console.say("a held-out question, answered with the drafter's help; accepted guesses are marked:")
     _show_sample(recipe, console)
+    finish(recipe, console, recorded_prompts=2)
     results |= {"seconds": time.perf_counter() - start}
     (Path(recipe.run) / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     _conclude(command, results, console)

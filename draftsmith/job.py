@@ -23,6 +23,7 @@ from draftsmith.data.prompts import read_prompts
 from draftsmith.drafters import DRAFTERS, DFlashDrafter
 from draftsmith.errors import UserError
 from draftsmith.evaluate import Case, make_cases
+from draftsmith.export.read import read_folder, refuse_other_conventions
 from draftsmith.optim import MasterAdamW
 from draftsmith.packing import Schedule
 from draftsmith.randomness import keyed_seed
@@ -210,10 +211,20 @@ def block_shape(recipe: Recipe, config) -> BlockShape:
 
 
 def warm_start(drafter: DFlashDrafter, folder: Path) -> None:
-    """Weights from a checkpoint folder of a run. Raises UserError naming tensors that do not fit."""
+    """Weights from a run's checkpoint, or from a drafter's folder in z-lab's or Speculators' layout.
+
+    Raises UserError naming the tensors or the conventions that do not fit.
+    """
     if not folder.is_dir():
-        raise UserError(f"init {str(folder)!r} is no folder; give a checkpoint folder, RUN/checkpoints/step-...")
-    weights = load(folder).tensors("model")
+        raise UserError(
+            f"init {str(folder)!r} is no folder; give a checkpoint folder, RUN/checkpoints/step-..., or a drafter's"
+        )
+    if (folder / "manifest.json").is_file():
+        weights = load(folder).tensors("model")
+    else:
+        found = read_folder(folder)
+        refuse_other_conventions(found, drafter.config)
+        weights = found.tensors
     _check_names(drafter, weights, folder)
     drafter.load_state_dict(weights)
 

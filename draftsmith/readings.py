@@ -37,7 +37,7 @@ class Decoder:
     def __init__(self, target: HFTarget) -> None:
         self.model, self.ends = target.model, target.eos_ids
         self.embedding = target.model.get_input_embeddings()
-        self.head = target.head
+        self.head = target.head.float()
         self.new_cache = target.new_cache
         names = inspect.signature(type(target.model.model).forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
@@ -70,7 +70,7 @@ class Decoder:
         block = torch.full((size,), reference.reading.mask_token_id, device=self.head.device)
         block[0] = anchor
         hidden = reference.hidden(features.float(), self.embedding(block).float())
-        return hidden @ self.head.float().T
+        return hidden @ self.head.T
 
     def decode(self, reference: Reference, prompt: Int[Tensor, " n"], max_new_tokens: int) -> Run:
         """Speculative decoding, greedy: draft a block, let the target check it, keep what agrees and one token more."""

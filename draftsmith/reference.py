@@ -77,7 +77,12 @@ class Reference:
 
     @classmethod
     def from_folder(cls, folder: Path, device: torch.device | None = None) -> Reference:
-        reading = read_config(json.loads((folder / "config.json").read_text()))
+        return cls.from_config(folder, json.loads((folder / "config.json").read_text()), device)
+
+    @classmethod
+    def from_config(cls, folder: Path, config: dict, device: torch.device | None = None) -> Reference:
+        """The weights of a folder, understood by a config that need not be its own."""
+        reading = read_config(config)
         index = folder / "model.safetensors.index.json"
         names = ["model.safetensors"]
         if index.is_file():

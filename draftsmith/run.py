@@ -33,6 +33,7 @@ from draftsmith.telemetry import MetricsFile
 
 # What may differ when a run is continued: nothing here decides a weight.
 FREE = (
+    "at_end",
     "run",
     "device",
     "compile",

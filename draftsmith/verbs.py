@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -11,6 +15,7 @@ from pathlib import Path
 import torch
 
 from draftsmith import config
+from draftsmith.adopt import adopt
 from draftsmith.anchors import BlockShape, build_blocks, default_gamma, draw_anchors
 from draftsmith.checkpoint import Checkpoint
 from draftsmith.data.chat import render_prompt
@@ -21,8 +26,8 @@ from draftsmith.data.regenerate import regenerate as answer
 from draftsmith.decode import Decoded, Sampling, decode_speculative
 from draftsmith.drafters import DRAFTERS, DFlashDrafter
 from draftsmith.errors import UserError
+from draftsmith.evaluate import Case, Evaluation, make_cases
 from draftsmith.evaluate import evaluate as measure
-from draftsmith.evaluate import make_cases
 from draftsmith.export import EXPORTS
 from draftsmith.export.publish import publish
 from draftsmith.export.record import synthetic_prompts
@@ -30,13 +35,14 @@ from draftsmith.export.serve import serve_commands, vllm_remarks
 from draftsmith.job import choose_device
 from draftsmith.preview import BlockRow, preview_block, preview_rows, statistics
 from draftsmith.recipe import bundled_recipes, find_recipe, read_recipe
-from draftsmith.run import find_checkpoint
+from draftsmith.results import intervals, write_evaluation
+from draftsmith.run import find_checkpoint, versions
 from draftsmith.targets import HFTarget, load_target
 from draftsmith.targets.hf import choose_mask_token, end_ids, load_tokenizer, read_config
 from draftsmith.telemetry import Console
 from draftsmith.train import train as run_training
 from draftsmith.types import Sample
-from draftsmith.verify import conclude, verify_folder
+from draftsmith.verify import CheckFailed, conclude, verify_folder
 
 
 def recipes(command: config.RecipesCommand) -> None:
@@ -125,35 +131,86 @@ def train(recipe: config.Recipe) -> None:
     results = run_training(recipe, console)
     if results["accept_length_after"] is not None:
         console.say(f"accept length {results['accept_length_after']:.2f} on held-out prompts (1.00 would be no help)")
+    finish(recipe, console)
     console.say(f'run folder: {recipe.run}\nnext: draftsmith generate {recipe.run} "your question"')
 
 
 def evaluate(command: config.EvaluateCommand) -> None:
-    """Decode held-out prompts with a trained drafter. What is not given comes from the run's recipe (see `cli`)."""
-    console = Console()
-    recipe, target, drafter, found = open_run(command.run, command.checkpoint, command.device, console)
-    options = command.evaluation
+    """Decode held-out prompts with a run's drafter (its recipe says what is not given, see `cli`) or with any other."""
+    console, options = Console(), command.evaluation
+    if bool(command.run) == bool(command.drafter):
+        raise UserError("give either the folder of a run, or --drafter FOLDER with --target.path")
+    if command.run:
+        require_run(command.run)
     if not options.prompts:
         raise UserError(
             "evaluation.prompts is not given and the run's recipe names none; give --evaluation.prompts FILE"
         )
     prompts = read_prompts(Path(options.prompts), options.limit)
-    console.say(f"{found.path.name} of {command.run}, {len(prompts)} prompts of {options.prompts}")
+    seed, facts = 0, {}
+    if command.run:
+        recipe, target, drafter, found = open_run(command.run, command.checkpoint, command.device, console)
+        seed, name = recipe.seed, f"{found.path.name} of {command.run}"
+        facts = {"checkpoint": found.path.name, "fingerprints": found.facts.get("fingerprints", {})}
+    else:
+        device, name = choose_device(command.device), command.drafter
+        target, drafter = adopt(Path(name), command.target, device, prompts, options, console.say)
+    console.say(f"{name}, {len(prompts)} prompts of {options.prompts}")
+    start = time.perf_counter()
     cases = make_cases(target, prompts, options, lambda done: None)
-    result = measure(target, drafter, cases, options, recipe.seed)
-    console.say(f"accept length          {result.accept_length:.3f}  (mean over responses)")
-    console.say(f"accept length, pooled  {result.accept_length_pooled:.3f}  (all tokens over all cycles)")
-    console.say("accepted by slot       " + " ".join(f"{rate:.2f}" for rate in result.accept_rate_by_slot))
-    for tag, length in result.by_tag.items():
-        console.say(f"  {tag:<20} {length:.3f}")
+    plain_seconds = time.perf_counter() - start
+    result = measure(target, drafter, cases, options, seed)
+    report = intervals(cases, result, drafter.config.block_size)
+    speed = _reference_speed(cases, result, plain_seconds)
+    show_evaluation(report, result, speed, console)
+    output = Path(command.output or (Path(command.run) / "evaluation" if command.run else ""))
+    if command.output or command.run:
+        facts |= {"drafter": name, "target_fingerprint": target.fingerprint, "versions": versions()}
+        write_evaluation(
+            output, cases, result, report | facts | {"options": vars(options), "speed": speed}, Path(options.prompts)
+        )
+        console.say(f"wrote {output}/results.json and samples.jsonl")
+    following = f'generate {command.run} "your question"' if command.run else f"train RECIPE --init {command.drafter}"
+    console.say(f"next: draftsmith {following}")
+
+
+def _reference_speed(cases: list[Case], result: Evaluation, plain_seconds: float) -> dict | None:
+    """Tokens per second of this loop, one conversation at a time: no figure of a server. None with sampling."""
+    if any(case.plain is None for case in cases):
+        return None
+    tokens = sum(len(case.plain or ()) for case in cases)
+    return {"plain": tokens / plain_seconds, "speculative": result.tokens / result.seconds}
+
+
+def show_evaluation(report: dict, result: Evaluation, speed: dict | None, console: Console) -> None:
+    def told(figure: dict) -> str:
+        low, high = figure["interval"] or (math.nan, math.nan)
+        between = "" if math.isnan(low) else f", 95 % between {low:.3f} and {high:.3f}"
+        return f"{figure['value']:.3f}  ({figure['count']} responses{between})"
+
+    console.say(f"accept length          {told(report['accept_length'])}, mean over responses")
+    console.say(f"accept length, pooled  {report['accept_length_pooled']:.3f}  (all tokens over all cycles)")
+    console.say("accepted by slot       " + " ".join(f"{slot['value']:.2f}" for slot in report["by_slot"]))
+    for tag, figure in report["by_tag"].items():
+        console.say(f"  {tag:<20} {told(figure)}")
     if result.lossless is not None:
         console.say(f"lossless               {result.num_equal} of {result.prompts} outputs equal to plain decoding")
-    console.say(f'next: draftsmith generate {command.run} "your question"')
+    if speed:
+        console.say(
+            f"reference loop         {speed['speculative']:.1f} tokens a second, plain {speed['plain']:.1f}; batch 1, "
+            "no figure of a server"
+        )
 
 
 def export(command: config.ExportCommand) -> None:
     """Write a checkpoint in the layouts asked for, and say how each is served and verified."""
     console = Console()
+    folder, target = export_run(command, console)
+    console.say(f"next: draftsmith verify {folder} --target.path {target}")
+
+
+def export_run(command: config.ExportCommand, console: Console) -> tuple[Path, str]:
+    """Write the exports; returns the first one's folder and the target's path."""
     recipe, target, drafter, found = open_run(command.run, command.checkpoint, command.device, console)
     layouts = list(EXPORTS) if command.to == "all" else [command.to]
     parent = Path(command.output) if command.output else Path(command.run) / "export"
@@ -168,7 +225,32 @@ def export(command: config.ExportCommand) -> None:
             console.say(f"  {engine}: {line}")
         for remark in vllm_remarks(served):
             console.warn(remark)
-    console.say(f"next: draftsmith verify {folders[layouts[0]]} --target.path {recipe.target.path}")
+    return folders[layouts[0]], recipe.target.path
+
+
+def finish(recipe: config.Recipe, console: Console, recorded_prompts: int = 4) -> None:
+    """At the end of a run: export its best checkpoint and check it in a fresh process, as `at_end` says.
+
+    Raises CheckFailed if the export is not the trained drafter; the run itself is complete by then.
+    """
+    if recipe.at_end == "nothing":
+        return
+    torch.cuda.empty_cache()
+    command = config.ExportCommand(run=recipe.run, device=recipe.device, recorded_prompts=recorded_prompts)
+    folder, target = export_run(command, console)
+    if recipe.at_end == "export":
+        return
+    words = ["verify", str(folder), "--target.path", target, "--target.dtype", recipe.target.dtype]
+    words += ["--device", recipe.device, "--target.trust_remote_code", str(recipe.target.trust_remote_code)]
+    if recipe.target.revision:
+        words += ["--target.revision", recipe.target.revision]
+    ended = subprocess.run([sys.executable, "-m", "draftsmith", *words], capture_output=True, text=True)
+    for line in ended.stdout.splitlines():
+        if not line.startswith("next:"):
+            console.say(line)
+    if ended.returncode:
+        reason = ended.stderr.strip().splitlines()[-1:] or [f"verify ended with {ended.returncode}"]
+        raise CheckFailed(f"the run is complete, but its export is not as trained: {reason[0]}")
 
 
 def verify(command: config.VerifyCommand) -> None:
@@ -226,13 +308,18 @@ def show_answer(target: HFTarget, decoded: Decoded, console: Console) -> None:
     )
 
 
+def require_run(run: str) -> Path:
+    """The folder, if it is a run's."""
+    if not (Path(run) / "recipe.toml").is_file():
+        raise UserError(f"{run!r} is no run folder (it holds no recipe.toml); give the folder that train printed")
+    return Path(run)
+
+
 def open_run(
     run: str, name: str, device: str, console: Console
 ) -> tuple[config.Recipe, HFTarget, DFlashDrafter, Checkpoint]:
     """A run's recipe, its target, and the drafter of one of its checkpoints."""
-    folder = Path(run)
-    if not (folder / "recipe.toml").is_file():
-        raise UserError(f"{run!r} is no run folder (it holds no recipe.toml); give the folder that train printed")
+    folder = require_run(run)
     recipe = read_recipe(str(folder / "recipe.toml"))
     found = find_checkpoint(folder, name, console.warn)
     drafter_class, _ = DRAFTERS[recipe.drafter.kind]

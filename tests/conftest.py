@@ -73,6 +73,7 @@ def make_recipe(world: Path, folder: Path) -> Recipe:
     return Recipe(
         run=str(folder / "run"),
         device="cpu",
+        at_end="nothing",
         target=TargetOptions(path=str(world / "target"), layer_ids=(0, 2)),
         data=DataOptions(prepared=str(world / "prepared"), workers=0),
         pack=PackOptions(tokens=160, anchors=24, anchors_per_document=8, anchor_density=0.5),

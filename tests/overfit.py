@@ -65,6 +65,7 @@ def make_recipe(folder: Path, target: Path, *, steps: int = STEPS, lr: float = 3
     return Recipe(
         run=str(folder / "run"),
         device="cpu",
+        at_end="nothing",
         target=TargetOptions(path=str(target), layer_ids=(1, 3)),
         data=data,
         pack=PackOptions(tokens=320, anchors=96, anchors_per_document=24, anchor_density=1.0),

@@ -105,7 +105,7 @@ EXPECTED = {
     "tap ids in another order": "proposals",
     "rope_theta lost": "format",
     "rope_theta defaulted to 10000": "proposals",
-    "is_causal flipped": "conventions",
+    "is_causal flipped": "proposals",
     "norm weights reset": "proposals",
     "block size larger than trained": "block size",
     "two tensors swapped": "proposals",
@@ -171,7 +171,7 @@ def test_a_failed_check_ends_with_code_4_and_its_name(gate, target, tmp_path, ca
     ("words", "code", "expected"),
     [
         (["FOLDER/nowhere"], 2, "holds no config.json"),
-        (["GATE", "--target.path", "FOLDER/nowhere"], 2, "could not be read as a model"),
+        (["GATE", "--target.path", "FOLDER/nowhere"], 2, "no such folder"),
         (["GATE"], 2, "target.path is not given"),
         (["GATE", "--target.path", "TARGET", "--prompts", "FOLDER/none.jsonl"], 4, "no such file"),
         (["GATE", "--target.path", "TARGET", "--limit", "0"], 2, "greater than 0"),

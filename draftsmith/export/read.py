@@ -93,6 +93,29 @@ def read_folder(folder: Path) -> DrafterFolder:
     )
 
 
+def refuse_other_conventions(found: DrafterFolder, config: DFlashConfig) -> None:
+    """Raise UserError if weights of `found` would be run under other conventions than those they were trained with."""
+    theirs = DFlashConfig.from_dict(found.config)
+    options = {
+        "target.layer_ids": (theirs.target_layer_ids, config.target_layer_ids),
+        "drafter.mask_token_id": (theirs.mask_token_id, config.mask_token_id),
+        "drafter.layer_types": (theirs.kinds, config.kinds),
+        "drafter.sliding_window": (theirs.sliding_window, config.sliding_window),
+        "drafter.is_causal": ([theirs.causal(k) for k in theirs.kinds], [config.causal(k) for k in config.kinds]),
+        "drafter.num_heads": (theirs.num_attention_heads, config.num_attention_heads),
+        "drafter.num_kv_heads": (theirs.num_key_value_heads, config.num_key_value_heads),
+        "drafter.head_dim": (theirs.head_dim, config.head_dim),
+        "the target's rope_parameters": (theirs.rope_parameters, config.rope_parameters),
+        "the target's rms_norm_eps": (theirs.rms_norm_eps, config.rms_norm_eps),
+        "the target's num_hidden_layers": (theirs.num_target_layers, config.num_target_layers),
+    }
+    wrong = [f"{name} is {mine} here, {given} there" for name, (given, mine) in options.items() if given != mine]
+    if wrong:
+        raise UserError(
+            f"the drafter in {found.path} was trained with other conventions than this recipe's: {'; '.join(wrong)}"
+        )
+
+
 class _Keys:
     """A JSON object whose keys are taken one by one; what is left over must be known to be without influence."""
 

@@ -23,7 +23,8 @@ def serve_commands(config: dict, folder: str, target: str) -> dict[str, str]:
         VLLM: f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(speculative)}",
         SGLANG: (
             f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm DFLASH "
-            f"--speculative-draft-model-path {shlex.quote(folder)} --speculative-num-draft-tokens {block}"
+            f"--speculative-draft-model-path {shlex.quote(folder)} --speculative-num-draft-tokens {block} "
+            "--speculative-draft-model-quantization unquant"  # else it inherits a quantised target's (sglang#35629)
         ),
     }
 
