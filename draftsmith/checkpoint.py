@@ -1,7 +1,6 @@
-"""Checkpoints, the ledger of what was trained on, and the fence against a second writer.
+"""Checkpoints, and the fence against a second writer.
 
     RUN/generation                    token of the process that owns the run
-    RUN/ledger.jsonl                  one line per step: the packs and samples it trained on
     RUN/checkpoints/step-00000500/    model.safetensors, optimizer.safetensors, documents, manifest.json
 
 A checkpoint appears under its name only when complete: it is written to a `.tmp-` folder, every file is fsynced, the
@@ -19,7 +18,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +38,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class CorruptCheckpoint(UserError):
-    """A checkpoint, or the ledger beside it, is not what was written. Names the file and the reason."""
+    """A checkpoint is not what was written. Names the file and the reason."""
 
 
 class Superseded(UserError):
@@ -226,87 +225,6 @@ def check_generation(run: Path, token: str) -> None:
         raise Superseded(
             f"this process no longer owns {run}: {happened}. It stops without writing; leave one process per run."
         )
-
-
-class Ledger:
-    """What each step trained on: a JSON line per step, and the SHA-256 of all lines so far.
-
-    `Ledger(path)` begins an empty one, dropping lines of a run that reached no checkpoint. The hash is that of the
-    file's bytes, so `sha256sum ledger.jsonl` checks it.
-    """
-
-    def __init__(self, path: Path, *, step: int = 0, size: int = 0, digest=None):
-        self._path, self._step, self._digest = path, step, digest or hashlib.sha256()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "ab", buffering=0)
-            self._file.truncate(size)
-        except OSError as error:
-            raise self._fault(error) from error
-
-    @classmethod
-    def resume(cls, path: Path, step: int, expected_hash: str) -> Ledger:
-        """Reopen at `step`: lines of later steps are cut off, torn ones too.
-
-        Raises CorruptCheckpoint, the file untouched, if the lines up to `step` do not hash to `expected_hash`.
-        """
-        digest, size = hashlib.sha256(), 0
-        if path.exists():
-            with open(path, "rb") as lines:
-                for line in lines:
-                    if not _is_line_until(line, step):
-                        break
-                    digest.update(line)
-                    size += len(line)
-        if digest.hexdigest() != expected_hash:
-            raise CorruptCheckpoint(
-                f"{path}: the lines up to step {step} hash to {digest.hexdigest()[:12]}, but the checkpoint recorded "
-                f"{expected_hash[:12]}; the ledger was changed or is of another run. Restore it, or start a new run."
-            )
-        return cls(path, step=step, size=size, digest=digest)
-
-    @property
-    def hash(self) -> str:
-        """SHA-256 (hex) of all lines so far."""
-        return self._digest.hexdigest()
-
-    def append(self, step: int, epoch: int, pack_indexes: Sequence[int], sample_ids: Sequence[str]) -> str:
-        """Record a step, in one write; returns the new hash. Raises EnvironmentFault when the disk fails."""
-        assert step > self._step, f"step {step} after step {self._step}"
-        row = {"epoch": epoch, "packs": list(pack_indexes), "samples": list(sample_ids), "step": step}
-        line = json.dumps(row, sort_keys=True, separators=(",", ":")).encode() + b"\n"
-        try:
-            if self._file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, "the line was cut")
-        except OSError as error:
-            raise self._fault(error) from error
-        self._digest.update(line)
-        self._step = step
-        return self.hash
-
-    def sync(self) -> None:
-        """Force the lines to disk; call it before the checkpoint that records the hash."""
-        try:
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            raise self._fault(error) from error
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _fault(self, error: OSError) -> EnvironmentFault:
-        return EnvironmentFault(f"the ledger {self._path} cannot be written: {error}")
-
-
-def _is_line_until(line: bytes, step: int) -> bool:
-    """Whether this is a whole line of the ledger, of `step` or an earlier one."""
-    if not line.endswith(b"\n"):
-        return False
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return False
-    return isinstance(row, dict) and type(row.get("step")) is int and row["step"] <= step
 
 
 def _candidates(folder: Path) -> list[Path]:

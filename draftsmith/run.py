@@ -26,9 +26,10 @@ import transformers
 from torch import Tensor
 
 from draftsmith import __version__, checkpoint
-from draftsmith.checkpoint import Checkpoint, Ledger
+from draftsmith.checkpoint import Checkpoint
 from draftsmith.config import Recipe, flatten, to_toml
 from draftsmith.errors import EnvironmentFault, UserError
+from draftsmith.ledger import Ledger
 from draftsmith.telemetry import MetricsFile
 
 # What may differ when a run is continued: nothing here decides a weight.

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import EnvironmentFault
+from draftsmith.jsonl import is_line_until
 
 _ESCAPE = re.compile(r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x1b\x9b]\[?[0-?]*[ -/]*[@-~]")
 _DIRECTION = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -185,21 +186,11 @@ class TensorBoard:
 def _cut(path: Path, step: int) -> None:
     """Rewrite the file without lines of later steps and without lines that are not whole."""
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _is_line_until(line, step)]
+    kept = [line for line in lines if is_line_until(line, step)]
     if kept != lines:
         temporary = path.with_name(f".{path.name}.tmp")
         temporary.write_bytes(b"".join(kept))
         os.replace(temporary, path)
-
-
-def _is_line_until(line: bytes, step: int) -> bool:
-    if not line.endswith(b"\n"):
-        return False
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return False
-    return isinstance(row, dict) and type(row.get("step")) is int and row["step"] <= step
 
 
 def _finite(value: Any, key: str, nonfinite: list[str]) -> Any:

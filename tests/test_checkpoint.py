@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from draftsmith import checkpoint
-from draftsmith.checkpoint import CorruptCheckpoint, Ledger, Superseded
+from draftsmith.checkpoint import CorruptCheckpoint, Superseded
 from draftsmith.errors import EnvironmentFault, UserError
 
 
@@ -570,89 +570,3 @@ def test_claim_in_the_middle_of_a_save(folder, monkeypatch):
     with pytest.raises(Superseded, match="another process has claimed"):
         save(folder, 1, generation=first)
     assert list(folder.iterdir()) == []
-
-
-# The ledger
-
-
-def filled(path: Path, steps: int) -> list[str]:
-    ledger = Ledger(path)
-    hashes = [ledger.hash]
-    for step in range(1, steps + 1):
-        hashes.append(ledger.append(step, step // 3, [2 * step, 2 * step + 1], [f"sample-{step}", "ü"]))
-    ledger.sync()
-    ledger.close()
-    return hashes
-
-
-def test_ledger_resumed_equals_never_stopped(tmp_path):
-    straight = filled(tmp_path / "straight.jsonl", 6)
-    assert len(set(straight)) == 7
-    path = tmp_path / "resumed.jsonl"
-    filled(path, 5)
-    with open(path, "ab") as file:
-        file.write(b'{"epoch":2,"packs":[12,')  # torn by a kill
-    for cut in (3, 2):  # twice: the second resume is a bug class of its own
-        ledger = Ledger.resume(path, cut, straight[cut])
-        assert ledger.hash == straight[cut]
-        assert len(path.read_bytes().splitlines()) == cut
-        for step in range(cut + 1, 7):
-            assert ledger.append(step, step // 3, [2 * step, 2 * step + 1], [f"sample-{step}", "ü"]) == straight[step]
-        ledger.close()
-    assert path.read_bytes() == (tmp_path / "straight.jsonl").read_bytes()
-    Ledger.resume(path, 0, straight[0]).close()
-    assert path.read_bytes() == b""
-
-
-def test_ledger_hash_is_that_of_the_file(tmp_path):
-    import hashlib
-
-    hashes = filled(tmp_path / "ledger.jsonl", 4)
-    assert hashlib.sha256((tmp_path / "ledger.jsonl").read_bytes()).hexdigest() == hashes[-1]
-
-
-@pytest.mark.parametrize(
-    "tamper",
-    [
-        lambda lines: lines[1:],
-        lambda lines: [lines[1], lines[0], *lines[2:]],
-        lambda lines: [lines[0], lines[1].replace(b"sample-2", b"sample-9"), *lines[2:]],
-        lambda lines: [lines[0], lines[0], *lines[1:]],
-        lambda lines: lines[:2],
-        lambda lines: [],
-        lambda lines: [b"null\n", *lines],
-        lambda lines: [lines[0].replace(b'"step":1', b'"step":"1"'), *lines[1:]],
-    ],
-)
-def test_tampered_ledger_is_refused_and_left_alone(tmp_path, tamper):
-    path = tmp_path / "ledger.jsonl"
-    hashes = filled(path, 4)
-    data = b"".join(tamper(path.read_bytes().splitlines(keepends=True)))
-    path.write_bytes(data)
-    with pytest.raises(CorruptCheckpoint, match="ledger.jsonl"):
-        Ledger.resume(path, 3, hashes[3])
-    assert path.read_bytes() == data
-
-
-def test_missing_ledger_and_unrecorded_lines(tmp_path):
-    hashes = filled(tmp_path / "ledger.jsonl", 2)
-    with pytest.raises(CorruptCheckpoint):
-        Ledger.resume(tmp_path / "other.jsonl", 2, hashes[2])
-    assert not (tmp_path / "other.jsonl").exists()
-    Ledger(tmp_path / "ledger.jsonl").close()
-    assert (tmp_path / "ledger.jsonl").read_bytes() == b""
-
-
-def test_ledger_on_a_full_disk(tmp_path):
-    ledger = Ledger(tmp_path / "ledger.jsonl")
-    before = ledger.append(1, 0, [0], ["a"])
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (70, limit[1]))
-    try:
-        with pytest.raises(EnvironmentFault, match="ledger.jsonl"):
-            ledger.append(2, 0, [1], ["b"])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert ledger.hash == before
-    ledger.close()
-    Ledger.resume(tmp_path / "ledger.jsonl", 1, before).close()
