@@ -197,6 +197,24 @@ class RegenerateOptions:
     unfinished: Literal["keep", "drop"] = "keep"
     """Answers cut by max_new_tokens: kept without an end token, or dropped; counted either way."""
     seed: int = 0
+    template_kwargs: str = ""
+    """Arguments of the chat template, as a JSON object: {"enable_thinking": false}. Kept with the rows."""
+    servers: tuple[str, ...] = ()
+    """Addresses (http://localhost:8000/v1) of OpenAI-compatible servers of the target that answer instead."""
+    model: str = ""
+    """Its name there. Empty: the only one served."""
+    api_key_env: str = ""
+    """Name of the environment variable that holds the key, if they ask for one."""
+    concurrency: int = 64
+    """Requests in flight, over all servers."""
+    timeout: float = 600.0
+    """Seconds until a request is given up and tried again."""
+    retries: int = 5
+    """Further tries of a request, after growing pauses."""
+    turns: Literal["last", "all"] = "last"
+    """last: answer the last question. all: answer every question in turn, given answers (not tool calls) replaced."""
+    token_ids: bool = False
+    """Ask the servers for token ids and keep them (vLLM), so that prepare uses the very tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)

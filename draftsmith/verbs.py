@@ -23,6 +23,7 @@ from draftsmith.data.dataset import PreparedDataset, open_prepared, tokenizer_fi
 from draftsmith.data.dataset import prepare as prepare_set
 from draftsmith.data.prompts import read_prompts
 from draftsmith.data.regenerate import regenerate as answer
+from draftsmith.data.server import regenerate_served
 from draftsmith.decode import Decoded, Sampling, decode_speculative
 from draftsmith.drafters import DRAFTERS, DFlashDrafter
 from draftsmith.errors import UserError
@@ -70,12 +71,15 @@ def recipes(command: config.RecipesCommand) -> None:
 
 def regenerate(command: config.RegenerateCommand) -> None:
     console = Console()
-    device = choose_device(command.device)
-    target = load_target(command.target, device)
-    counts = answer(target.model, target.tokenizer, command.regenerate, device=device, report=console.say)
+    if command.regenerate.servers:
+        counts = regenerate_served(command.regenerate, console.say)
+    else:
+        device = choose_device(command.device)
+        target = load_target(command.target, device)
+        counts = answer(target.model, target.tokenizer, command.regenerate, device=device, report=console.say)
     console.say(", ".join(f"{name} {value:,.0f}" for name, value in counts.items()))
     console.say(
-        f"next: draftsmith prepare --target.path {command.target.path} "
+        f"next: draftsmith prepare --target.path {command.target.path or 'TARGET'} "
         f"--data.conversations {command.regenerate.output} --data.prepared FOLDER"
     )
 

@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data.messages import FINISHES, REASONING_KEYS, check_messages, check_order, normalise
+from draftsmith.data.messages import FINISHES, REASONING_KEYS, check_messages, check_order, is_target, normalise
 from draftsmith.data.template import Template
 from draftsmith.errors import DataError
 
@@ -106,8 +106,8 @@ def render(
     check_messages(messages)
     if finish not in FINISHES:
         raise DataError(f"finish is {finish!r}; it may be {', '.join(FINISHES)}")
+    answers = [index for index, message in enumerate(messages) if is_target(message)]
     messages = normalise(messages, keep_reasoning=style.keep_reasoning)
-    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     groups: list[list[_Turn]] = []
     for index in answers[-1:] if style.train_on == "last" else answers:
         turn = _turn(template, messages, index, style.end_ids)

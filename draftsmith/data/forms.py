@@ -21,7 +21,7 @@ from draftsmith.data.messages import FINISHES, check_messages
 from draftsmith.data.prompts import content_id
 from draftsmith.errors import DataError, UserError
 
-ROW_KEYS = ("messages", "id", "tags", "finish", "tools", "chat_template_kwargs", "served")
+ROW_KEYS = ("messages", "id", "tags", "finish", "tools", "chat_template_kwargs", "served", "asked")
 """What a row may hold besides its form's own columns; other keys are passed over, and counted."""
 
 SPEAKERS = {

@@ -29,12 +29,20 @@ FOLLOWERS = {
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Names under which servers and data sets keep what the target thought."""
 
+DROPPED = (*REASONING_KEYS, "train")
+"""Keys of a message that no template gets as they are."""
+
 
 def check_messages(messages: Any) -> None:
     """DataError, with the reason, unless these are well-formed messages in order with at least one answer."""
     check_order(messages)
-    if all(message["role"] != "assistant" for message in messages):
+    if not any(is_target(message) for message in messages):
         raise DataError("no assistant message, so nothing to learn from; let the target answer first (regenerate)")
+
+
+def is_target(message: dict) -> bool:
+    """True for an answer of the target; one with "train": false was written by something else."""
+    return message["role"] == "assistant" and message.get("train") is not False
 
 
 def check_order(messages: Any) -> None:
@@ -71,6 +79,8 @@ def _check_content(message: dict, name: str) -> None:
         parts = content if isinstance(content, list) else []
         if not parts or not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
             raise DataError(f"{name} has no text: content must be a string, or a list of text parts")
+    if not isinstance(message.get("train"), (bool, type(None))):
+        raise DataError(f"{name}: train must be true or false")
     if any(not isinstance(message.get(key), (str, type(None))) for key in REASONING_KEYS):
         raise DataError(f"{name}: its reasoning must be a string")
     calls = message.get("tool_calls")
@@ -79,7 +89,7 @@ def _check_content(message: dict, name: str) -> None:
 
 
 def _normal(message: dict, name: str, keep_reasoning: bool) -> dict:
-    normal = {key: value for key, value in message.items() if key not in REASONING_KEYS and value is not None}
+    normal = {key: value for key, value in message.items() if key not in DROPPED and value is not None}
     content = message.get("content")
     if isinstance(content, list):
         content = "\n".join(part["text"] for part in content)

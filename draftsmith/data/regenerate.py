@@ -13,12 +13,12 @@ resolve differently, greedy or sampled.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -36,7 +36,10 @@ from transformers import (
 
 from draftsmith.config import RegenerateOptions
 from draftsmith.data.chat import render_prompt
+from draftsmith.data.output import recover, row_bytes
 from draftsmith.data.prompts import Prompt, content_id, read_prompts
+from draftsmith.data.server import template_arguments
+from draftsmith.data.template import check_arguments
 from draftsmith.errors import DataError, UserError
 
 WINDOW = 16
@@ -48,6 +51,8 @@ class Question:
     prompt: Prompt
     tokens: list[int]
     """The rendered prompt up to where the answer begins."""
+    arguments: dict[str, Any]
+    """Of the chat template."""
 
 
 def regenerate(
@@ -71,16 +76,17 @@ def regenerate(
     UserError for bad options and DataError for unusable prompts or a damaged output.
     """
     _check(options)
-    prompts = read_prompts(Path(options.prompts), options.limit)
+    prompts = read_prompts(options.prompts, options.limit)
+    arguments = template_arguments(options)
     output = Path(options.output)
     unique = {prompt.id: prompt for prompt in prompts}
-    done = _recover(output)
+    done = recover(output)
     for name, answered in done.items():
         if name in unique and content_id(unique[name].messages) != answered:
             raise DataError(f"{output}: id {name!r} answers another prompt than the one in {options.prompts}.")
     waiting = [prompt for prompt in unique.values() if prompt.id not in done]
     longest = model.config.get_text_config().max_position_embeddings - options.max_new_tokens
-    questions = [_render(prompt, tokenizer, longest) for prompt in waiting]
+    questions = [_render(prompt, tokenizer, longest, arguments) for prompt in waiting]
 
     counts = {"answered": 0, "skipped": len(unique) - len(waiting), "duplicates": len(prompts) - len(unique)}
     counts |= {"stop": 0, "length": 0, "dropped": 0, "retokenised": 0, "tokens": 0, "seconds": 0.0}
@@ -97,7 +103,7 @@ def regenerate(
                 counts["answered"] += 1
                 text = str(tokenizer.decode(tokens))
                 counts["retokenised"] += tokenizer(text, add_special_tokens=False)["input_ids"] != tokens
-                file.write(_row(question.prompt, text, finish))
+                file.write(row_bytes(_row(question, text, finish)))
             file.flush()
             os.fsync(file.fileno())
             asked += len(batch)
@@ -112,6 +118,10 @@ def _check(options: RegenerateOptions) -> None:
         raise UserError("regenerate needs both 'prompts' and 'output', the paths of two JSONL files.")
     if Path(options.prompts).resolve() == Path(options.output).resolve():
         raise UserError(f"'prompts' and 'output' are the same file, {options.output}. Choose another output.")
+    if options.servers or options.model or options.api_key_env or options.token_ids or options.turns != "last":
+        raise UserError(
+            "model, api_key_env, token_ids and turns 'all' need 'servers'; without, the target answers here."
+        )
     if options.batch < 1 or options.max_new_tokens < 1:
         raise UserError(f"batch {options.batch}, max_new_tokens {options.max_new_tokens}: both must be at least 1.")
     if options.temperature < 0 or options.top_k < 0 or not 0 < options.top_p <= 1:
@@ -121,33 +131,22 @@ def _check(options: RegenerateOptions) -> None:
         )
 
 
-def _recover(output: Path) -> dict[str, str]:
-    """Ids in the output, each with the content id of the prompt it answers. Cuts off a last line torn by a kill."""
-    done: dict[str, str] = {}
-    if not output.exists():
-        return done
-    whole = 0  # bytes up to the end of the last whole line
-    with output.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                break
-            whole += len(line)
-            try:
-                row = json.loads(line)
-                done[row["id"]] = content_id(row["messages"][:-1])
-            except (ValueError, KeyError, TypeError) as error:
-                raise DataError(
-                    f"{output}, line {number}: not a conversation written by regenerate ({error!r}). "
-                    "Repair or remove the line, or choose another output."
-                ) from error
-    if whole < output.stat().st_size:
-        os.truncate(output, whole)
-    return done
+def _row(question: Question, answer: str, finish: str) -> dict:
+    prompt = question.prompt
+    messages = [*prompt.messages, {"role": "assistant", "content": answer}]
+    row = {"id": prompt.id, "messages": messages, "tags": list(prompt.tags), "finish": finish}
+    row |= {"tools": list(prompt.tools)} if prompt.tools else {}
+    return row | ({"chat_template_kwargs": question.arguments} if question.arguments else {})
 
 
-def _render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, longest: int) -> Question:
+def _render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, longest: int, arguments: dict[str, Any]) -> Question:
+    if prompt.sampling:
+        raise DataError(f"Prompt {prompt.id!r} has sampling options of its own, which only servers take.")
+    arguments = {**arguments, **prompt.arguments}
     try:
-        tokens = render_prompt(tokenizer, list(prompt.messages)).tolist()
+        check_arguments(arguments)
+        found = render_prompt(tokenizer, list(prompt.messages), tools=list(prompt.tools) or None, arguments=arguments)
+        tokens = found.tolist()
     except DataError as error:
         raise DataError(f"Prompt {prompt.id!r}: {error}") from error
     if len(tokens) > longest:
@@ -155,7 +154,7 @@ def _render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, longest: int) ->
             f"Prompt {prompt.id!r} has {len(tokens)} tokens; the target has room for {longest} before the answer. "
             "Shorten it or lower max_new_tokens."
         )
-    return Question(prompt=prompt, tokens=tokens)
+    return Question(prompt=prompt, tokens=tokens, arguments=arguments)
 
 
 def _batches(questions: list[Question], size: int) -> Iterator[list[Question]]:
@@ -242,9 +241,3 @@ def _sampling(
         row.uniform_(generator=torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1))
     processors.append(InverseSampling(uniform.to(device), prompt_width))
     return processors
-
-
-def _row(prompt: Prompt, answer: str, finish: str) -> bytes:
-    messages = [*prompt.messages, {"role": "assistant", "content": answer}]
-    row = {"id": prompt.id, "messages": messages, "tags": list(prompt.tags), "finish": finish}
-    return json.dumps(row, ensure_ascii=False).encode() + b"\n"
