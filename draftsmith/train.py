@@ -41,7 +41,7 @@ class Progress:
 
     step: int = 0
     skipped: int = 0
-    """Steps whose update was left out: a gradient was not finite, or nothing was supervised."""
+    """Steps whose update was left out because a gradient was not finite."""
     before: dict | None = None
     """The evaluation before the first step."""
     latest: dict | None = None
@@ -96,10 +96,12 @@ def _loop(
         weight = torch.zeros((), device=job.device)
         lane = schedule.step_packs(progress.step)
         sample_ids: list[str] = []
+        num_rows = 0
         for _ in lane:
             pack = next(packs)
             clock.count(pack)
             sample_ids += pack.sample_ids
+            num_rows += pack.blocks.num_rows
             pack = pack.to(job.device)
             loss = pack_loss(job, pack, topk=recipe.loss.topk if report_now else 0)
             loss.total.backward()
@@ -107,6 +109,9 @@ def _loop(
             meter.add(loss.parts)
         norm, skipped = job.optimizer.step(weight, lr)
         job.optimizer.zero_grad()
+        if not num_rows:
+            clock.unsupervised += 1
+            skipped = torch.zeros_like(skipped)  # left out by right: there was nothing to learn, and nothing is wrong
         meter.add(
             {"grad_norm": torch.where(skipped > 0, 0.0, norm), "skipped": skipped, "steps": torch.ones_like(norm)}
         )
@@ -209,6 +214,10 @@ def _record(sums: dict, progress: Progress, lr: float, clock: _Clock, num_steps:
 
 
 def _check_divergence(record: dict, updates: list, progress: Progress, options: OptimOptions, console: Console) -> None:
+    if record["unsupervised"]:
+        console.warn(
+            f"{record['unsupervised']} steps up to {record['step']} had nothing supervised and changed nothing"
+        )
     if not record["skipped"]:
         return
     progress.skipped += record["skipped"]
@@ -216,8 +225,7 @@ def _check_divergence(record: dict, updates: list, progress: Progress, options: 
         if skipped:
             packs = ", ".join(f"pack {index} of epoch {epoch}" for epoch, index in lane)
             console.warn(
-                f"step {step} changed nothing: a gradient was not finite, or nothing was supervised "
-                f"({packs}; its samples are in ledger.jsonl)"
+                f"step {step} changed nothing: a gradient was not finite ({packs}; its samples are in ledger.jsonl)"
             )
     if progress.skipped >= options.max_skipped:
         raise Diverged(
@@ -284,6 +292,8 @@ class _Clock:
     budget: int = 0
     supervised: int = 0
     labelled: int = 0
+    unsupervised: int = 0
+    """Steps whose packs had not one scored slot."""
 
     def count(self, pack: Pack) -> None:
         self.tokens += pack.num_tokens
@@ -304,7 +314,9 @@ class _Clock:
             "tokens_per_second": self.tokens / seconds,
             "padding": 1 - self.tokens / max(1, self.budget),
             "labelled": self.labelled / max(1, self.supervised),
+            "unsupervised": self.unsupervised,
             "eta": steps_left * seconds / max(1.0, steps),
         }
         self.start, self.tokens, self.budget, self.supervised, self.labelled = now, 0, 0, 0, 0
+        self.unsupervised = 0
         return values
