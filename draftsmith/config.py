@@ -283,6 +283,8 @@ class PreviewCommand:
 
     rows: int = 3
     """Rows shown."""
+    html: str = ""
+    """Also write a page (one file, no script) with these rows, statistics and the block."""
     seed: int = 0
     target: TargetOptions = field(default_factory=TargetOptions)
     data: DataOptions = field(default_factory=DataOptions)

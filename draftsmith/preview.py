@@ -7,6 +7,10 @@ escape code is written at all.
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import html
+import os
 import unicodedata
 from dataclasses import dataclass
 
@@ -16,6 +20,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data.dataset import PreparedDataset
+from draftsmith.data.statistics import Statistics
 from draftsmith.errors import UserError
 from draftsmith.types import Sample
 
@@ -154,3 +159,117 @@ def _aligned(lines: list[tuple[str, ...]]) -> list[str]:
 
 def _width(text: str) -> int:
     return Text(text).cell_len
+
+
+STYLE = """
+:root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
+table{border-collapse:collapse;margin:.5rem 0}td,th{padding:.1rem .8rem .1rem 0;text-align:left;vertical-align:top}
+td.n{text-align:right;font-variant-numeric:tabular-nums}pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:.3rem 0}
+.row{border-top:1px solid #8888;padding:.5rem 0}.c{color:#777}.s{color:#0a7d2c;background:#0a7d2c1a}
+.x{color:#c01c28;background:#c01c281a}.s u{text-decoration-thickness:2px}
+@media(prefers-color-scheme:dark){.s{color:#5fd38a}.x{color:#ff7b84}.c{color:#999}}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageRow:
+    """One row of the page."""
+
+    sample: Sample
+    anchors: list[int]
+    limit: int
+    """Tokens from here on are cut when packs are made."""
+
+
+def preview_page(
+    title: str, figures: Statistics, rows: list[PageRow], block: str, tokenizer: PreTrainedTokenizerBase
+) -> str:
+    """A page that needs nothing else: no script, no other file, and every text of the data escaped."""
+    allowed = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{allowed}'"
+    shown = "\n".join(_page_row(row, tokenizer) for row in rows)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{_html(title)}</title>'
+        f"<style>{STYLE}</style></head><body>\n<h1>{_html(title)}</h1>\n{_figures(figures)}"
+        f'<h2>Rows</h2>\n<p><span class="s">Supervised</span> (<u>anchors</u> of the first epoch underlined), '
+        f'<span class="c">context</span>, <span class="x">cut</span>.</p>\n{shown}\n'
+        f"<h2>One block, as the drafter sees it</h2>\n<pre>{_html(block)}</pre>\n</body></html>\n"
+    )
+
+
+def write_page(path: str, page: str) -> None:
+    """The page at `path`, all of it or nothing."""
+    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        raise UserError(f"html {path!r}: name a file in a folder that exists")
+    partial = f"{path}.partial"
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(page)
+    os.replace(partial, path)
+
+
+def _figures(figures: Statistics) -> str:
+    def table(title: str, lines: list[tuple[str, str]]) -> str:
+        cells = "".join(f'<tr><td>{_html(name)}</td><td class="n">{_html(value)}</td></tr>' for name, value in lines)
+        return f"<h2>{_html(title)}</h2>\n<table>{cells}</table>\n"
+
+    quantiles = [f"{quantile:.0%}" for quantile in figures.lengths]
+    whole = [
+        ("rows", f"{figures.rows:,}"),
+        ("tokens", f"{figures.tokens:,}"),
+        ("supervised", f"{figures.supervised:.1%}"),
+        ("same tokens as another row", f"{figures.duplicates:,} of {figures.read:,} rows read"),
+        ("packs: tokens filled", f"{figures.token_fill:.1%}"),
+        ("packs: anchor slots filled", f"{figures.anchor_fill:.1%}"),
+    ]
+    most = max(count for _, count in figures.histogram)
+    bars = "".join(
+        f'<tr><td class="n">&le; {bound:,}</td><td class="n">{count:,}</td>'
+        f'<td><svg width="320" height="12"><rect fill="#0a7d2c" width="{320 * count / most:.0f}" height="12"/></svg>'
+        f"</td></tr>"
+        for bound, count in figures.histogram
+    )
+    lengths = list(zip(quantiles, (f"{length:,}" for length in figures.lengths.values()), strict=True))
+    shares = list(zip(quantiles, (f"{share:.1%}" for share in figures.shares.values()), strict=True))
+    tags = [(tag, f"{count:,}") for tag, count in figures.tags.items()] or [("none", "")]
+    found = [(name, f"{share:.1%}") for name, share in figures.scripts.items()] or [("none", "")]
+    return (
+        table("The set", whole)
+        + table("Tokens of a row, by quantile", lengths)
+        + f"<h2>Rows by length</h2>\n<table>{bars}</table>\n"
+        + table(f"Supervised share of a row, by quantile ({figures.read:,} rows)", shares)
+        + table("Tags", tags)
+        + table(f"Scripts of the supervised letters ({figures.decoded:,} rows)", found)
+    )
+
+
+def _page_row(row: PageRow, tokenizer: PreTrainedTokenizerBase) -> str:
+    sample, anchors = row.sample, set(row.anchors)
+    kinds = np.where(sample.supervised, 1, 0)
+    kinds[row.limit :] = 2
+    marks = kinds * 2 + np.isin(np.arange(len(kinds)), list(anchors))
+    edges = [0, *(np.flatnonzero(np.diff(marks)) + 1).tolist(), len(marks)]
+    pieces, begin = [], 0
+    for end in edges[1:]:
+        text = _decode(tokenizer, sample.tokens[begin:end])
+        if text.endswith("\ufffd") and end < len(kinds) and kinds[end] == kinds[begin]:
+            continue  # an anchor amid the bytes of one character: they are shown together
+        text = _html(_escape(text))
+        if kinds[begin] == 0:
+            text = _html(_context(tokenizer, sample.tokens[begin:end], brackets=False))
+        text = f"<u>{text}</u>" if begin in anchors and kinds[begin] == 1 else text
+        pieces.append(f'<span class="{"csx"[kinds[begin]]}">{text}</span>')
+        begin = end
+    tags = f", tags {', '.join(sample.tags)}" if sample.tags else ""
+    head = f"{sample.id}: {len(sample.tokens)} tokens, {int(sample.supervised.sum())} supervised{tags}"
+    return f'<div class="row"><b>{_html(_escape(head, breaks=False))}</b><pre>{"".join(pieces)}</pre></div>'
+
+
+def _html(text: str) -> str:
+    return html.escape(_escape_marks(text), quote=True)
+
+
+def _escape_marks(text: str) -> str:
+    """Controls and marks that turn or hide text, by number; line breaks stay."""
+    hidden = {c for c in text if c != "\n" and unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")}
+    return "".join(c.encode("unicode_escape").decode() if c in hidden else c for c in text)

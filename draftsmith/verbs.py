@@ -24,6 +24,8 @@ from draftsmith.data.dataset import prepare as prepare_set
 from draftsmith.data.prompts import read_prompts
 from draftsmith.data.regenerate import regenerate as answer
 from draftsmith.data.server import regenerate_served
+from draftsmith.data.statistics import anchors_of
+from draftsmith.data.statistics import measure as measure_set
 from draftsmith.decode import Decoded, Sampling, decode_speculative
 from draftsmith.drafters import DRAFTERS, DFlashDrafter
 from draftsmith.errors import UserError
@@ -34,7 +36,15 @@ from draftsmith.export.publish import publish
 from draftsmith.export.record import synthetic_prompts
 from draftsmith.export.serve import serve_commands, vllm_remarks
 from draftsmith.job import choose_device
-from draftsmith.preview import BlockRow, preview_block, preview_rows, statistics
+from draftsmith.preview import (
+    BlockRow,
+    PageRow,
+    preview_block,
+    preview_page,
+    preview_rows,
+    statistics,
+    write_page,
+)
 from draftsmith.recipe import bundled_recipes, find_recipe, read_recipe
 from draftsmith.results import intervals, write_evaluation
 from draftsmith.run import find_checkpoint, versions
@@ -105,7 +115,20 @@ def preview(command: config.PreviewCommand) -> None:
         console.show(row)
     sample, block = first_block(command, dataset, tokenizer)
     console.show(preview_block(tokenizer, sample.tokens, block, colour=console.colour))
+    if command.html:
+        write_preview(command, dataset, tokenizer, str(preview_block(tokenizer, sample.tokens, block, colour=False)))
+        console.say(f"wrote {command.html}")
     console.say("next: draftsmith train RECIPE")
+
+
+def write_preview(command: config.PreviewCommand, dataset: PreparedDataset, tokenizer, block: str) -> None:
+    figures = measure_set(dataset, tokenizer, command.pack, command.seed)
+    rows = []
+    for index in range(min(command.rows, len(dataset))):
+        sample, legal = dataset[index], int(dataset.legal_counts[index])
+        anchors = anchors_of(sample, command.pack, legal, command.seed)
+        rows.append(PageRow(sample=sample, anchors=anchors, limit=command.pack.tokens))
+    write_page(command.html, preview_page(f"Preview of {command.data.prepared}", figures, rows, block, tokenizer))
 
 
 def first_block(command: config.PreviewCommand, dataset: PreparedDataset, tokenizer) -> tuple[Sample, BlockRow]:

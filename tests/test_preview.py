@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import io
 import json
 import re
+from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 from rich.console import Console
 from rich.text import Text
 
-from draftsmith.config import DataOptions
+from draftsmith.config import DataOptions, PackOptions
 from draftsmith.data.dataset import open_prepared, prepare, tokenizer_fingerprint
+from draftsmith.data.statistics import anchors_of, measure
 from draftsmith.errors import UserError
-from draftsmith.preview import BlockRow, preview_block, preview_rows, statistics
+from draftsmith.preview import (
+    BlockRow,
+    PageRow,
+    preview_block,
+    preview_page,
+    preview_rows,
+    statistics,
+    write_page,
+)
 from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -147,3 +159,122 @@ def test_statistics(prepared):
         f"2 rows, {tokens} tokens, {8 / tokens:.1%} supervised, longest {dataset.lengths.max()}, "
         "tags: en\\x1b 1, maths 2"
     )
+
+
+def page_of(dataset, rows, *, block="a block", limit=10_000, pack=None):
+    pack = pack or PackOptions(tokens=400, anchors=40, anchor_density=0.5)
+    figures = measure(dataset, TOKENIZER, pack, seed=0)
+    shown = []
+    for index in range(rows):
+        sample, legal = dataset[index], int(dataset.legal_counts[index])
+        shown.append(PageRow(sample=sample, anchors=anchors_of(sample, pack, legal, 0), limit=limit))
+    return preview_page("Preview of <out>", figures, shown, block, TOKENIZER), figures
+
+
+class Reader(HTMLParser):
+    """Tags, and the text by the class it stands in."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.text, self.attributes, self.inside = [], {}, [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag != "meta":
+            self.inside.append(dict(attrs).get("class", tag))
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        self.inside.pop()
+
+    def handle_data(self, data):
+        if self.inside:
+            self.text[self.inside[-1]] = self.text.get(self.inside[-1], "") + data
+
+
+def test_a_page_of_rows(prepared):
+    dataset = prepared(("Hi", "Yo!", "maths"), ("Ho", "No."))
+    page, _ = page_of(dataset, 1)
+    read = Reader(page)
+    assert read.text["c"].startswith("context<|im_start|>user\\n\nHi")
+    plain, anchored = read.text["s"].removeprefix("Supervised"), read.text["u"].removeprefix("anchors")
+    assert sorted(plain + anchored) == sorted("Yo!<|im_end|>") and len(anchored) == 2 and set(anchored) <= set("Yo!")
+    assert "4 supervised, tags maths" in read.text["b"] and "a block" in read.text["pre"]
+    assert "script" not in read.tags and not any(name in ("src", "href") for name, _ in read.attributes)
+
+
+def test_what_a_pack_cuts_is_shown_as_cut(prepared):
+    dataset = prepared(("Hi", "Yo! and more"))
+    length = len(dataset[0].tokens)
+    page, _ = page_of(dataset, 1, limit=length - 8)
+    assert Reader(page).text["x"] == "cut" + TOKENIZER.decode(dataset[0].tokens[-8:]).replace("\n", "\\n\n")
+
+
+def test_nothing_in_the_data_becomes_markup(prepared):
+    evil = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&lt; " + EVIL
+    page, _ = page_of(prepared((evil, evil, evil)), 1, block=evil, pack=PackOptions(anchor_density=0.0))
+    read = Reader(page)
+    assert not {"script", "img"} & set(read.tags) and not any(name.startswith("on") for name, _ in read.attributes)
+    for character in "\x1b\x07\x9b\u202e\u200b\u2028\r":
+        assert character not in page
+    assert "<script>alert(1)</script>" in read.text["s"]
+
+
+def test_an_anchor_amid_a_character_does_not_break_it(prepared):
+    page, _ = page_of(prepared(("Hi", "日本日本")), 1, pack=PackOptions(tokens=400, anchors=40, anchor_density=1.0))
+    assert "\ufffd" not in page and "本" in page
+
+
+def test_the_page_allows_its_own_style_and_nothing_else(prepared):
+    page, _ = page_of(prepared(("Hi", "Yo!")), 1)
+    (policy,) = [value for name, value in Reader(page).attributes if name == "content" and "src" in value]
+    style = page[page.index("<style>") + 7 : page.index("</style>")]
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert policy == f"default-src 'none'; style-src 'sha256-{digest}'"
+    assert " style=" not in page
+
+
+def test_statistics_of_a_set(prepared):
+    rows = [(f"q{i}", "Да, 日本 ab", "t") for i in range(20)] + [("q", "abcdefgh" * 20)] * 2
+    dataset = prepared(*rows)
+    _, figures = page_of(dataset, 0)
+    lengths = sorted(dataset.lengths.tolist())
+    assert (figures.rows, figures.tags) == (21, {"t": 20})
+    assert figures.lengths[0.0] == lengths[0] and figures.lengths[1.0] == lengths[-1]
+    assert sum(count for _, count in figures.histogram) == 21
+    assert all(sum(low < n <= high for n in lengths) == count for low, (high, count) in bins(figures.histogram))
+    assert figures.duplicates == 0 and figures.supervised == pytest.approx(
+        sum(int(dataset[i].supervised.sum()) for i in range(21)) / sum(lengths)
+    )
+    letters = {"CYRILLIC": 40, "CJK": 40, "LATIN": 40 + 160 + 21 * 5}  # of <|im_end|> too
+    assert figures.scripts == {name: pytest.approx(count / sum(letters.values())) for name, count in letters.items()}
+    schedule_tokens = -(-sum(lengths) // 400)
+    assert 0.3 < figures.token_fill <= sum(lengths) / (400 * schedule_tokens)
+    assert 0 < figures.anchor_fill <= 1
+
+
+def bins(histogram):
+    bounds = [0, *(bound for bound, _ in histogram)]
+    return zip(bounds, histogram, strict=False)
+
+
+def test_rows_with_the_same_tokens_are_counted(tmp_path):
+    with open(tmp_path / "c.jsonl", "w") as file:
+        for name in "abc":
+            file.write(json.dumps({"id": name, "text": "the same"}) + "\n")
+    options = DataOptions(conversations=str(tmp_path / "c.jsonl"), prepared=str(tmp_path / "out"))
+    prepare(TOKENIZER, tokenizer_fingerprint(TOKENIZER), options, lambda line: None)
+    assert measure(open_prepared(tmp_path / "out"), TOKENIZER, PackOptions(), 0).duplicates == 2
+
+
+def test_writing_a_page(tmp_path):
+    write_page(str(tmp_path / "p.html"), "page")
+    assert [path.name for path in tmp_path.iterdir()] == ["p.html"] and (tmp_path / "p.html").read_text() == "page"
+    for path in (tmp_path, tmp_path / "no" / "p.html"):
+        with pytest.raises(UserError, match="name a file in a folder that exists"):
+            write_page(str(path), "page")
