@@ -23,9 +23,10 @@ from safetensors.torch import load_file, save_file
 from draftsmith.config import TargetOptions, VerifyCommand
 from draftsmith.data import loader
 from draftsmith.export.folder import measure
+from draftsmith.findings import Findings
 from draftsmith.job import choose_device
 from draftsmith.targets import load_target
-from draftsmith.verify import Findings, verify_folder
+from draftsmith.verify import verify_folder
 from tests.overfit import make_export, make_target
 
 RESULT = Path(__file__).parent / "results" / "negative-controls.json"
@@ -138,9 +139,10 @@ def spoil(name: str, folder: Path, to: Path) -> Path:
     return to
 
 
-def judge(folder: Path, target: Path, engine: tuple = ("reference",)) -> Findings:
+def judge(folder: Path, target: Path, engine: tuple = ("reference",), url: str = "") -> Findings:
     """`verify` without the words."""
-    command = VerifyCommand(folder=str(folder), target=TargetOptions(path=str(target)), engine=engine, device="cpu")
+    options = TargetOptions(path=str(target))
+    command = VerifyCommand(folder=str(folder), target=options, engine=engine, url=url, device="cpu")
 
     def load(layer_ids: tuple[int, ...]):
         return load_target(replace(command.target, layer_ids=layer_ids), choose_device("cpu"))

@@ -35,6 +35,7 @@ from draftsmith.export import EXPORTS
 from draftsmith.export.publish import publish
 from draftsmith.export.record import synthetic_prompts
 from draftsmith.export.serve import serve_commands, vllm_remarks
+from draftsmith.findings import CheckFailed, conclude
 from draftsmith.job import choose_device
 from draftsmith.preview import (
     BlockRow,
@@ -53,7 +54,7 @@ from draftsmith.targets.hf import choose_mask_token, end_ids, load_tokenizer, re
 from draftsmith.telemetry import Console
 from draftsmith.train import train as run_training
 from draftsmith.types import Sample
-from draftsmith.verify import CheckFailed, conclude, verify_folder
+from draftsmith.verify import verify_folder
 
 
 def recipes(command: config.RecipesCommand) -> None:
@@ -288,8 +289,8 @@ def verify(command: config.VerifyCommand) -> None:
         return load_target(replace(command.target, layer_ids=layer_ids), choose_device(command.device))
 
     found = verify_folder(command, load, console.say)
-    for name, value in found.figures.items():
-        console.say(f"accept length, pooled, {name:<10} {value:.3f}")
+    if found.figures:
+        console.say("\n".join(found.side_by_side()))
     conclude(command, found)
     console.say(f"verified {command.folder}: it drafts as it did in training")
     served = json.loads((Path(command.folder) / "config.json").read_text())

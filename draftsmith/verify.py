@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,11 +20,13 @@ from draftsmith.config import VerifyCommand
 from draftsmith.data.chat import render_prompt
 from draftsmith.data.prompts import read_prompts
 from draftsmith.engines.launch import ask, prepare
-from draftsmith.errors import DataError, EnvironmentFault, UserError
+from draftsmith.engines.server import ask_server
+from draftsmith.errors import EnvironmentFault, UserError
 from draftsmith.export.folder import measure
 from draftsmith.export.read import DrafterFolder, read_folder
 from draftsmith.export.record import synthetic_prompts
 from draftsmith.export.serve import sglang_objections, vllm_remarks
+from draftsmith.findings import Findings
 from draftsmith.readings import Decoder, Run, better_readings, compare_readings
 from draftsmith.reference import Reference
 from draftsmith.targets import HFTarget
@@ -33,37 +35,6 @@ from draftsmith.targets.hf import read_config
 TOLERANCE = {"float32": 2e-3, "bfloat16": 0.1}  # of a slot's logits, in standard deviations over the vocabulary
 ACCEPT_TOLERANCE = 0.02  # relative, between implementations on the same prompts
 VLLM_TOLERANCE = 0.05  # its counts at the end of an answer differ by a cycle
-
-
-class CheckFailed(DataError):
-    """At least one check of `verify` failed. Exit code 4."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One check. `passed` is None for a warning."""
-
-    check: str
-    passed: bool | None
-    said: str
-
-
-@dataclass
-class Findings:
-    """Rows as they come, and the figures that stand side by side."""
-
-    say: Callable[[str], None]
-    rows: list[Row] = field(default_factory=list)
-    figures: dict[str, float] = field(default_factory=dict)
-    versions: dict[str, dict] = field(default_factory=dict)
-
-    def add(self, check: str, passed: bool | None, said: str) -> None:
-        self.rows.append(Row(check, passed, said))
-        self.say(f"{'warn' if passed is None else 'pass' if passed else 'FAIL'}  {check:<12} {said}")
-
-    @property
-    def failed(self) -> list[str]:
-        return [row.check for row in self.rows if row.passed is False]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +58,8 @@ def verify_folder(
 ) -> Findings:
     """All checks, each said as it is made. `load` gives the target, once the drafter could be read."""
     path = Path(command.folder)
+    if command.url and "vllm" not in command.engine:
+        raise UserError("url names a vLLM server, so it has no effect without --engine vllm")
     if not (path / "config.json").is_file():
         raise UserError(f"{command.folder!r} holds no config.json; give the folder of an exported drafter")
     found = Findings(say)
@@ -110,20 +83,6 @@ def verify_folder(
         if engine != "reference":
             check_engine(engine, command, subject, found)
     return found
-
-
-def conclude(command: VerifyCommand, found: Findings) -> None:
-    """Write the report; raises CheckFailed naming the checks."""
-    if command.output:
-        report = {
-            "rows": [asdict(row) for row in found.rows],
-            "accept_length_pooled": found.figures,
-            "versions": found.versions,
-            "failed": found.failed,
-        }
-        Path(command.output).write_text(json.dumps(report, indent=1) + "\n")
-    if found.failed:
-        raise CheckFailed(f"{command.folder} failed: {', '.join(dict.fromkeys(found.failed))}; see the lines above")
 
 
 def make_subject(command: VerifyCommand, folder: DrafterFolder, target: HFTarget) -> Subject:
@@ -311,6 +270,7 @@ def check_acceptance(subject: Subject, found: Findings) -> None:
         return
     trainer = measured["accept_length_pooled"]
     found.figures = {"trainer": trainer, **found.figures}
+    found.by_reference["trainer"] = value
     said = f"accept length {value:.3f} (reference), {trainer:.3f} (trainer), difference {value - trainer:+.3f}; {slots}"
     found.add("acceptance", abs(value - trainer) <= ACCEPT_TOLERANCE * trainer, said)
     reported = subject.folder.record["trained"].get("accept")
@@ -350,8 +310,11 @@ def check_engine(engine: str, command: VerifyCommand, subject: Subject, found: F
         "block_size": subject.reference.reading.block_size,
     }
     try:
-        python = prepare(engine, Path(command.engines).expanduser(), found.say)
-        answer = ask(engine, python, request)
+        if command.url and engine == "vllm":
+            answer = ask_server(command.url, request)
+        else:
+            python = prepare(engine, Path(command.engines).expanduser(), found.say)
+            answer = ask(engine, python, request)
     except EnvironmentFault as error:
         found.add(engine, False, str(error))
         return
@@ -362,7 +325,7 @@ def check_engine(engine: str, command: VerifyCommand, subject: Subject, found: F
         wanted = 1 + sum(accepted) / max(1, len(accepted))
     else:
         value, wanted = pooled([a["cycles"] for a in answer["answers"]]), found.figures["reference"]
-    found.figures[engine] = value
+    found.figures[engine], found.by_reference[engine] = value, wanted
     number = _num_equal(subject, [a["tokens"] for a in answer["answers"]])
     close = abs(value - wanted) <= (VLLM_TOLERANCE if "num_cycles" in answer else ACCEPT_TOLERANCE) * wanted
     found.add(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from benchmarks.negative_controls import CONTROLS, edit_config, judge, labels_sh
 from draftsmith.cli import main
 from draftsmith.config import TargetOptions, VerifyCommand
 from draftsmith.engines import launch
-from draftsmith.errors import EnvironmentFault
+from draftsmith.errors import EnvironmentFault, UserError
 from draftsmith.readings import Decoder, better_readings, leading
 from draftsmith.reference import Reference
 from draftsmith.targets import load_target
@@ -251,6 +253,58 @@ def test_an_engine_gets_the_request_in_a_process_that_cannot_see_us(tmp_path, mo
     assert "import draftsmith" not in text and "from draftsmith" not in text
     with pytest.raises(EnvironmentFault, match="dflash failed"):  # our own environment has no such package
         launch.ask("dflash", Path(sys.executable), {"prompts": []})
+
+
+class FakeServer(BaseHTTPRequestHandler):
+    """vLLM's endpoints, answered from `answers`; each completion counts three drafts and six accepted tokens."""
+
+    answers: list[list[int]] = []
+    served = 0
+
+    def _say(self, text: str) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def do_GET(self):
+        drafts = 5 + 3 * FakeServer.served
+        lines = [f'vllm:spec_decode_num_drafts_total{{model_name="m"}} {drafts}.0', "other 1"]
+        lines += [f'vllm:spec_decode_num_accepted_tokens_total{{model_name="m"}} {2 * drafts}.0']
+        replies = {
+            "/metrics": "\n".join(lines),
+            "/v1/models": '{"data": [{"id": "m"}]}',
+            "/version": '{"version": "1"}',
+        }
+        self._say(replies[self.path])
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert body["temperature"] == 0 and body["return_token_ids"] is True
+        FakeServer.served += 1
+        self._say(json.dumps({"choices": [{"token_ids": self.answers[FakeServer.served - 1]}]}))
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_running_server_is_read_through_its_counters(gate, target):
+    plain = [a["tokens"] for a in json.loads((gate / "zlab" / "draftsmith.json").read_text())["measured"]["answers"]]
+    FakeServer.answers, FakeServer.served = plain, 0
+    with HTTPServer(("127.0.0.1", 0), FakeServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        found = judge(gate / "zlab", target, ("vllm",), url=f"http://127.0.0.1:{server.server_port}/v1")
+        server.shutdown()
+    assert found.figures["vllm"] == 3.0, "1 + accepted / drafts, since the first request"
+    assert "4 of 4 outputs equal" in said(found)["vllm"] and found.failed == ["vllm"], "another accept length"
+
+
+def test_no_server_there(gate, target):
+    found = judge(gate / "zlab", target, ("vllm",), url="http://127.0.0.1:9")
+    assert "cannot be reached" in said(found)["vllm"]
+    with pytest.raises(UserError, match="no effect without --engine vllm"):
+        judge(gate / "zlab", target, url="http://127.0.0.1:9")
+    with pytest.raises(UserError, match="is no http address"):
+        judge(gate / "zlab", target, ("vllm",), url="file:///etc/passwd")
 
 
 GATES = {

@@ -20,6 +20,7 @@ from draftsmith.export.folder import check_free, write_folder
 from draftsmith.export.record import measure_record
 from draftsmith.targets import HFTarget
 
+UNPUBLISHED = ("regenerate.servers", "regenerate.api_key_env")
 PRIVATE = ("run", "init", "data.conversations", "data.prepared", "evaluation.prompts", "regenerate.prompts")
 
 
@@ -60,6 +61,7 @@ def describe(recipe: Recipe, found: Checkpoint, drafter: DFlashDrafter, license:
     options = {
         key: Path(value).name if isinstance(value, str) and key.startswith((*PRIVATE, "regenerate.output")) else value
         for key, value in flatten(tomllib.loads(to_toml(recipe))).items()
+        if not key.startswith(UNPUBLISHED)
     }
     if local:
         options["target.path"] = path.name

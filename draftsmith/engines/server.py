@@ -1,0 +1,82 @@
+"""A running vLLM server that serves target and drafter: its output, and its counters before and after.
+
+The counters are the server's own, so nobody else may use it meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+import urllib.request
+
+from draftsmith.errors import EnvironmentFault, UserError
+
+TIMEOUT = 600
+LARGEST = 64 << 20  # bytes of a reply
+_COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens)(?:_total)?(?:\{[^}]*\})? ([0-9.eE+]+)$", re.M)
+
+
+def ask_server(url: str, request: dict) -> dict:
+    """The request of `launch.ask`, answered by the server. Raises EnvironmentFault when it cannot be."""
+    if not re.match(r"https?://[^/]", url):
+        raise UserError(f"url {url!r} is no http address; give the server's, for example http://localhost:8000")
+    base = url.rstrip("/").removesuffix("/v1")
+    models = _get(base + "/v1/models").get("data") or []
+    if len(models) != 1:
+        raise EnvironmentFault(f"{base} serves {len(models)} models; one, the target with its drafter, is expected")
+    before, answers = _counters(base), []
+    for prompt in request["prompts"]:
+        body = {
+            "model": models[0]["id"],
+            "prompt": prompt,
+            "max_tokens": request["max_new_tokens"],
+            "temperature": 0,
+            "stop_token_ids": request["eos_ids"],
+            "return_token_ids": True,
+        }
+        (choice,) = _get(base + "/v1/completions", body).get("choices") or [{}]
+        if not isinstance(choice.get("token_ids"), list):
+            raise EnvironmentFault(f"{base} returns no token_ids; vLLM 0.11 or newer does")
+        answers.append({"tokens": choice["token_ids"]})
+    after = _counters(base)
+    spent = {name: after[name] - before[name] for name in after}
+    return {
+        "answers": answers,
+        "num_cycles": spent["drafts"],
+        "num_accepted": spent["accepted_tokens"],
+        "versions": {"vllm": _get(base + "/version").get("version")},
+    }
+
+
+def _counters(base: str) -> dict[str, float]:
+    found = {"drafts": 0.0, "accepted_tokens": 0.0}
+    matches = _COUNTER.findall(_fetch(base + "/metrics", None))
+    if not matches:
+        raise EnvironmentFault(f"{base}/metrics has no counters of speculative decoding; is the server run with it?")
+    for name, value in matches:
+        found[name] += float(value)
+    return found
+
+
+def _get(url: str, body: dict | None = None) -> dict:
+    try:
+        value = json.loads(_fetch(url, body))
+    except ValueError as error:
+        raise EnvironmentFault(f"{url} answers with no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise EnvironmentFault(f"{url} answers with no JSON object")
+    return value
+
+
+def _fetch(url: str, body: dict | None) -> str:
+    data = None if body is None else json.dumps(body).encode()
+    wanted = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(wanted, timeout=TIMEOUT) as reply:
+            raw = reply.read(LARGEST + 1)
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise EnvironmentFault(f"{url} cannot be reached: {error}") from error
+    if len(raw) > LARGEST:
+        raise EnvironmentFault(f"{url} answers with more than {LARGEST >> 20} MiB")
+    return raw.decode("utf-8", errors="replace")
