@@ -50,13 +50,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], help="which; all by default")
     parser.add_argument("--toy", action="store_true", help="toy sizes, for a CPU")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, help="benchmarks/results; runs/benchmarks for toy sizes")
     options = parser.parse_args()
+    out = options.out or (Path("runs/benchmarks") if options.toy else Path(__file__).parent / "results")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for name in options.names or BENCHMARKS:
         label = f"{name}-toy" if options.toy else name
         print(f"== {label} on {measure.device_name(device)}", flush=True)
-        measure.write(label, device, BENCHMARKS[name](device, options.toy), options.out)
+        measure.write(label, device, BENCHMARKS[name](device, options.toy), out)
 
 
 main()
