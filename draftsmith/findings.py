@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from draftsmith.config import VerifyCommand
-from draftsmith.errors import DataError
+from draftsmith.errors import DataError, EnvironmentFault
 
 
 class CheckFailed(DataError):
@@ -65,6 +65,9 @@ def conclude(command: VerifyCommand, found: Findings) -> None:
             "versions": found.versions,
             "failed": found.failed,
         }
-        Path(command.output).write_text(json.dumps(report, indent=1) + "\n")
+        try:
+            Path(command.output).write_text(json.dumps(report, indent=1) + "\n")
+        except OSError as error:
+            raise EnvironmentFault(f"the report {command.output} could not be written: {error}") from error
     if found.failed:
         raise CheckFailed(f"{command.folder} failed: {', '.join(dict.fromkeys(found.failed))}; see the lines above")

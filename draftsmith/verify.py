@@ -95,6 +95,10 @@ def make_subject(command: VerifyCommand, folder: DrafterFolder, target: HFTarget
         prompts = [torch.from_numpy(render_prompt(target.tokenizer, list(row.messages))) for row in rows]
     elif measured:
         prompts = [torch.tensor(answer["prompt"]) for answer in measured["answers"]]
+        if max(int(prompt.max()) for prompt in prompts) >= target.config.vocab_size:
+            raise UserError(
+                f"the prompts recorded in {folder.path} are not of this target's vocabulary; give --prompts"
+            )
         limit = measured["max_new_tokens"]
     else:
         prompts = synthetic_prompts(target, command.limit)
@@ -118,14 +122,10 @@ def check_files(folder: DrafterFolder, found: Findings) -> None:
         found.add("files", None, "no draftsmith.json, so nothing recorded in training can be compared")
     else:
         listed = folder.record.get("files") or {}
-        changed = [n for n, entry in listed.items() if not _same(folder.path / n, entry)]
+        changed = [n for n, e in listed.items() if not (folder.path / n).is_file() or measure(folder.path / n) != e]
         found.add("files", not changed, f"changed since export: {', '.join(changed)}" if changed else "as written")
     for remark in folder.remarks:
         found.add("weights", False, remark)
-
-
-def _same(path: Path, entry: dict) -> bool:
-    return path.is_file() and not Path(path.name).is_absolute() and measure(path) == entry
 
 
 def check_rules(folder: DrafterFolder, found: Findings) -> None:

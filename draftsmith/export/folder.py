@@ -32,7 +32,7 @@ def check_free(folder: Path) -> None:
     if not folder.exists() or not any(folder.iterdir()):
         return
     foreign = sorted(p.name for p in folder.iterdir() if p.name not in (*FILES, RECORD))
-    if foreign or (read_record(folder) or {}).get("format") != FORMAT:
+    if foreign or read_record(folder) is None:
         reason = f"it holds {foreign[0]}" if foreign else f"it holds no {RECORD} of an export"
         raise UserError(f"output {folder} exists and is no earlier export ({reason}); choose another --output")
 
@@ -71,9 +71,50 @@ def read_record(folder: Path) -> dict | None:
         record = json.loads(path.read_text())
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); export again") from error
-    if not isinstance(record, dict):
-        raise UserError(f"{path} is damaged (no JSON object); export again")
+    if reason := _fault(record):
+        raise UserError(f"{path} is damaged ({reason}); export again, or remove it to do without what was recorded")
     return record
+
+
+def _fault(record: object) -> str | None:
+    """What is wrong with the shape of a record. It may come from anybody, so nothing in it is taken for granted."""
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        return "no record of an export"
+    kinds = {"files": dict, "trained": dict, "fingerprints": dict, "measured": dict, "layout": str}
+    for key, kind in kinds.items():
+        if not isinstance(record.get(key), kind):
+            return f"{key} is missing or of the wrong type"
+    if set(record["files"]) != set(FILES):
+        return "files are not those of an export"
+    measured, block = record["measured"], record["trained"].get("block_size")
+    numbers = (block, measured.get("max_new_tokens"), measured.get("accept_length_pooled"))
+    if measured.get("dtype") not in ("float32", "bfloat16") or not all(isinstance(n, int | float) for n in numbers):
+        return "trained or measured lacks a figure"
+    answers, proposals = measured.get("answers"), measured.get("proposals")
+    if not isinstance(answers, list) or not answers or not isinstance(proposals, list):
+        return "measured holds no answers"
+    if not all(isinstance(a, dict) and _are_ids(a.get("prompt")) and _are_ids(a.get("tokens")) for a in answers):
+        return "an answer is not made of token ids"
+    for note in proposals:
+        if not isinstance(note, dict) or type(note.get("committed")) is not int:
+            return "a proposal belongs to no text"
+        if type(note.get("answer")) is not int or not 0 <= note["answer"] < len(answers):
+            return "a proposal belongs to no answer"
+        widths = [_widths(note.get("tokens")), _widths(note.get("logits"))]
+        if widths[0] != widths[1] or len(widths[0]) != block - 1 or len(set(widths[0])) != 1:
+            return "a proposal is not a table of tokens and logits"
+    return None
+
+
+def _widths(table: object) -> list[int]:
+    """Numbers in each row of a table; empty for anything else."""
+    rows = table if isinstance(table, list) else []
+    sound = all(isinstance(row, list) and all(isinstance(v, int | float) for v in row) for row in rows)
+    return [len(row) for row in rows] if sound else []
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(i) is int and i >= 0 for i in value)
 
 
 def measure(path: Path) -> dict:

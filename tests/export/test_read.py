@@ -196,6 +196,50 @@ def test_a_prefix_is_taken_off_and_remarked(zlab):
     assert "prefix" in read_folder(zlab).remarks[0]
 
 
+ANSWER = {"prompt": [1], "tokens": [2], "cycles": []}
+MEASURED = {"dtype": "float32", "max_new_tokens": 4, "accept_length_pooled": 1.0, "answers": [ANSWER], "proposals": []}
+RECORD = {
+    "format": "draftsmith-export",
+    "layout": "zlab",
+    "files": dict.fromkeys(("config.json", "model.safetensors", "README.md"), {}),
+    "trained": {"block_size": 3},
+    "fingerprints": {},
+    "measured": MEASURED,
+}
+
+
+def test_a_sound_record_is_read(zlab):
+    (zlab / "draftsmith.json").write_text(json.dumps(RECORD))
+    assert read_folder(zlab).record == RECORD
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": "other"},
+        {"files": {"../../etc/passwd": {}}},
+        {"measured": None},
+        {"measured": MEASURED | {"answers": []}},
+        {"measured": MEASURED | {"answers": [ANSWER | {"prompt": [-1]}]}},
+        {"measured": MEASURED | {"answers": [ANSWER | {"prompt": ["x"]}]}},
+        {"measured": MEASURED | {"dtype": "int8"}},
+        {"measured": MEASURED | {"proposals": [{"answer": 0, "committed": 1, "tokens": [[1]], "logits": [[1.0]]}]}},
+        {
+            "measured": MEASURED
+            | {"proposals": [{"answer": 9, "committed": 1, "tokens": [[1]] * 2, "logits": [[1]] * 2}]}
+        },
+        {"measured": MEASURED | {"answers": ["x"]}},
+        {"measured": MEASURED | {"proposals": ["x"]}},
+        {"measured": MEASURED | {"proposals": [{"answer": 0, "committed": 1, "tokens": [["x"]] * 2}]}},
+        {"trained": {}},
+    ],
+)
+def test_a_record_that_is_not_ours_is_an_error(zlab, changes):
+    (zlab / "draftsmith.json").write_text(json.dumps(RECORD | changes))
+    with pytest.raises(UserError, match="draftsmith.json is damaged"):
+        read_folder(zlab)
+
+
 @pytest.mark.parametrize("text", [None, "{", "[]"])
 def test_no_readable_config(tmp_path, text):
     if text:
