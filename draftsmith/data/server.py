@@ -80,7 +80,11 @@ def regenerate_served(options: RegenerateOptions, report: Callable[[str], None])
         waiting = [prompt for prompt in unique.values() if prompt.id not in done]
         counts: dict[str, int | float] = {"answered": 0, "skipped": len(unique) - len(waiting)}
         counts["duplicates"] = len(prompts) - len(unique)
-        run = asyncio.run(_answer_all(options, key, arguments, waiting, file, report)) if waiting else None
+        try:
+            run = asyncio.run(_answer_all(options, key, arguments, waiting, file, report)) if waiting else None
+        finally:
+            if output.stat().st_size == 0:
+                output.unlink()
     if run is not None:
         _write_failed(run.failed, output, report)
         counts |= {**run.counts, "seconds": time.perf_counter() - run.started}

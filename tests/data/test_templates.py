@@ -149,6 +149,16 @@ def test_only_the_last_answer():
     assert text.count("[[") == 1 and "[[No.<|im_end|>]]" in text
 
 
+def test_an_answer_that_the_target_did_not_write_is_context():
+    rows = [HI, assistant("Yo!", train=False), AND, assistant("No.", train=True)]
+    (text,) = learned("qwen25", rows)
+    assert text.count("[[") == 1 and text.endswith("assistant\n[[No.<|im_end|>]]\n")
+    with pytest.raises(DataError, match="no assistant message"):
+        learned("qwen25", rows[:2])
+    with pytest.raises(DataError, match="message 2 .*: train must be true or false"):
+        learned("qwen25", [HI, assistant("Yo!", train="no")])
+
+
 def test_reasoning_can_be_left_out():
     rows = [HI, assistant("Yo!", "Hm.")]
     assert learned("qwen3", rows, keep_reasoning=False) == [Q3 + "<think>\n\n</think>\n\n[[Yo!<|im_end|>]]\n"]
