@@ -269,7 +269,7 @@ class FakeServer(BaseHTTPRequestHandler):
     def do_GET(self):
         drafts = 5 + 3 * FakeServer.served
         lines = [f'vllm:spec_decode_num_drafts_total{{model_name="m"}} {drafts}.0', "other 1"]
-        lines += [f'vllm:spec_decode_num_accepted_tokens_total{{model_name="m"}} {2 * drafts}.0']
+        lines += [f'vllm:spec_decode_num_accepted_tokens_total{{model_name="m"}} {1 + 6 * FakeServer.served}.0']
         replies = {
             "/metrics": "\n".join(lines),
             "/v1/models": '{"data": [{"id": "m"}]}',
