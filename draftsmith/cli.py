@@ -18,7 +18,7 @@ from draftsmith.recipe import parse, recipe_words
 # verb -> (its options, where it is done, names of leading words; "recipe" is a TOML file or the name of a bundled one)
 VERBS: dict[str, tuple[type, str, tuple[str, ...]]] = {
     "demo": (config.DemoCommand, "draftsmith.demo:demo", ()),
-    "recipes": (config.RecipesCommand, "draftsmith.verbs:recipes", ("action", "name", "to")),
+    "recipes": (config.RecipesCommand, "draftsmith.bundled:recipes", ("action", "name", "to")),
     "regenerate": (config.RegenerateCommand, "draftsmith.verbs:regenerate", ("recipe",)),
     "prepare": (config.PrepareCommand, "draftsmith.verbs:prepare", ("recipe",)),
     "preview": (config.PreviewCommand, "draftsmith.verbs:preview", ("recipe",)),

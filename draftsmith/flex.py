@@ -7,6 +7,8 @@ would compute every score, so it is never used; and it has no backward pass on a
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -14,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from draftsmith.types import Intervals
 from draftsmith.visibility import TILE, tile_lists
 
-KERNEL_OPTIONS: dict[str, int] = {}
+KERNEL_OPTIONS: Any = {}
 """Tile sizes of the kernels, fixed so that nothing is tuned at run time; empty: torch's own choice."""
 
 _compiled_flex = torch.compile(flex_attention, dynamic=False, fullgraph=True)

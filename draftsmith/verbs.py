@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import subprocess
 import sys
 import time
@@ -46,7 +45,7 @@ from draftsmith.preview import (
     statistics,
     write_page,
 )
-from draftsmith.recipe import bundled_recipes, find_recipe, read_recipe
+from draftsmith.recipe import read_recipe
 from draftsmith.results import intervals, write_evaluation
 from draftsmith.run import find_checkpoint, versions
 from draftsmith.targets import HFTarget, load_target
@@ -55,29 +54,6 @@ from draftsmith.telemetry import Console
 from draftsmith.train import train as run_training
 from draftsmith.types import Sample
 from draftsmith.verify import verify_folder
-
-
-def recipes(command: config.RecipesCommand) -> None:
-    """ls, show NAME, cp NAME TO."""
-    console = Console()
-    if command.action == "ls":
-        for name, path in bundled_recipes().items():
-            console.say(f"{name:<20} {path.read_text().splitlines()[0].lstrip('# ')}")
-        console.say("next: draftsmith recipes cp NAME my.toml")
-        return
-    if not command.name:
-        raise UserError(f"recipes {command.action} needs a name; one of: {', '.join(bundled_recipes())}")
-    path = find_recipe(command.name)
-    if command.action == "show":
-        console.say(path.read_text().rstrip())
-        return
-    to = Path(command.to or f"{path.stem}.toml")
-    if to.exists():
-        raise UserError(
-            f"{to} exists and is not overwritten; give another name: draftsmith recipes cp {path.stem} NAME"
-        )
-    shutil.copyfile(path, to)
-    console.say(f"wrote {to}\nnext: edit it, then draftsmith prepare {to}")
 
 
 def regenerate(command: config.RegenerateCommand) -> None:

@@ -243,9 +243,7 @@ def test_loaded_target_computes_in_float32_on_a_cpu(world):
     assert target.layer_ids == (2,)  # too shallow to spread over
 
 
-@pytest.mark.parametrize(
-    ("path", "reason"), [("", "target.path is not given"), ("nowhere/at/all", "no such folder")]
-)
+@pytest.mark.parametrize(("path", "reason"), [("", "target.path is not given"), ("nowhere/at/all", "no such folder")])
 def test_paths_without_a_target_are_refused(path, reason):
     with pytest.raises(UserError, match=reason):
         load_target(TargetOptions(path=path), CPU)
