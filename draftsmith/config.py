@@ -226,7 +226,7 @@ class Recipe:
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     layout: Literal["colocated", "offline"] = "colocated"
-    """colocated: the target runs before each step. offline: features are captured to disk once and read back."""
+    """colocated: the target runs before each step. offline: it runs once for each sample; its features stay on disk."""
     compile: Literal["auto", "off", "layer", "on"] = "auto"
     """What torch.compile sees: off (attention only), each layer of the drafter, or all of it. auto: all, on a GPU."""
     init: str = ""

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftsmith.anchors import BlockShape, default_gamma
-from draftsmith.capture import capture_features
+from draftsmith.capture import captured_features
 from draftsmith.checkpoint import Checkpoint, load
 from draftsmith.compile import compile_layers
 from draftsmith.config import Recipe
@@ -285,15 +285,8 @@ def _colocated(target: Target, builder, folder: Path, device, console: Console) 
 
 
 def _offline(target: Target, builder, folder: Path, device, console: Console) -> Callable[[Pack], Features]:
-    said = 0
-
-    def report(done: int, total: int) -> None:
-        nonlocal said
-        if done * 10 // total > said:
-            said = done * 10 // total
-            console.say(f"capturing features: {done:,} of {total:,} samples")
-
-    return capture_features(target, builder, folder / "features", device, report)
+    console.say("features are captured when a pack first asks for them, and kept: the first epoch is slower")
+    return captured_features(target, builder, folder / "features", device)
 
 
 LAYOUTS = {"colocated": _colocated, "offline": _offline}

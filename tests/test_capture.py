@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from draftsmith import capture
 from draftsmith.errors import EnvironmentFault
 from draftsmith.features import disk
 from draftsmith.targets import HFTarget
@@ -63,27 +64,33 @@ def test_cut_samples_are_captured_cut(offline, world):
     assert max(b - a for a, b in zip(manifest["offsets"], manifest["offsets"][1:], strict=False)) == 48
 
 
-def test_a_killed_capture_is_not_mistaken_for_a_whole_one(offline, captures, monkeypatch, tmp_path):
+def test_a_killed_capture_goes_on_and_gives_the_same_bits(offline, captures, monkeypatch, tmp_path):
+    """The kill falls between the rows of a group and its mark: those rows are written again, the others are not."""
     whole = replace(offline, run=str(tmp_path / "whole"))
     train(whole, Console())
     num = len(captures)
-    original = capture._captured
+    captures.clear()
+    fill = disk.DiskFeatures._fill
 
-    def dies(*args):
-        for number, item in enumerate(original(*args)):
-            if number == 3:
-                raise KeyboardInterrupt
-            yield item
+    def dies(self, number):
+        fill(self, number)
+        if int(self.done.sum()) == 3:
+            self.done[number] = 0
+            self.done.flush()
+            raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(capture, "_captured", dies)
+        patch.setattr(disk.DiskFeatures, "_fill", dies)
         with pytest.raises(KeyboardInterrupt):
             train(offline, Console())
-    assert (Path(offline.run) / "features" / "features.bin").exists()
-    captures.clear()
     train(offline, Console())
-    assert len(captures) == num
+    assert len(captures) == num + 1
     assert losses(offline) == losses(whole)
+
+
+def test_groups_are_consecutive_and_within_the_budget():
+    lengths = np.array([5, 5, 1, 10, 3, 7, 7])
+    assert disk.group_numbers(lengths, 10).tolist() == [0, 0, 1, 2, 3, 3, 4]
 
 
 @pytest.mark.parametrize("damage", ["torn manifest", "short rows"])
@@ -97,6 +104,7 @@ def test_damaged_features_are_captured_again(offline, captures, damage):
     else:
         with open(features / "features.bin", "r+b") as rows:
             rows.truncate(100)
+    shutil.rmtree(Path(offline.run) / "checkpoints")  # from the first step again: every sample is asked for
     train(offline, Console())
     assert len(captures) == 2 * num
 

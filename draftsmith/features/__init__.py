@@ -1,4 +1,4 @@
-"""Where features come from: `layout -> function(pack) -> Features`."""
+"""Where features come from when it is not the target beside the drafter."""
 
 from draftsmith.features.disk import DiskFeatures
 
