@@ -45,7 +45,6 @@ class DiskFeatures:
         What the folder holds is used if it is of exactly this `key`; otherwise it starts empty. Raises EnvironmentFault
         if the disk cannot hold all rows.
         """
-        self.lengths = lengths
         self.offsets = np.concatenate([[0], np.cumsum(lengths)])
         self.group = group_numbers(lengths, group_tokens)
         self._capture = capture
@@ -75,9 +74,9 @@ class DiskFeatures:
 
     def _fill(self, number: int) -> None:
         """Capture a group and write its rows; its byte comes after them, so a killed write is done again."""
-        samples = np.flatnonzero(self.group == number)
-        first, last = self.offsets[samples[0]], self.offsets[samples[-1] + 1]
-        context = self._capture(samples)[: last - first]
+        begin, end = np.searchsorted(self.group, [number, number + 1])  # groups are consecutive
+        first, last = self.offsets[begin], self.offsets[end]
+        context = self._capture(np.arange(begin, end))[: last - first]
         self.rows[first:last] = context.to("cpu", torch.bfloat16).contiguous().view(torch.uint16).numpy()
         self.rows.flush()
         self.done[number] = 1
