@@ -21,6 +21,7 @@ from draftsmith.data.dataset import PreparedDataset, open_prepared, tokenizer_fi
 from draftsmith.data.loader import PackBuilder, make_schedule, pack_stream
 from draftsmith.data.prompts import read_prompts
 from draftsmith.drafters import DRAFTERS, DFlashDrafter
+from draftsmith.drafters.dflash import misfits
 from draftsmith.errors import UserError
 from draftsmith.evaluate import Case, make_cases
 from draftsmith.export.read import read_folder, refuse_other_conventions
@@ -104,9 +105,7 @@ def _assemble(
     source = LAYOUTS[recipe.layout](target, builder, run.path, device, console)
     channel_size = _channel_size(recipe, run.last, target, source, builder, schedule, device)
     scales = {"fc.weight": channel_size} if recipe.optim.feature_scale else {}
-    if recipe.init and not run.last:
-        warm_start(drafter, Path(recipe.init))
-    elif scales:
+    if scales and not recipe.init:
         with torch.no_grad():
             drafter.fc.weight.div_(channel_size)
     optimizer = MasterAdamW(drafter, recipe.optim, scales)
@@ -230,13 +229,7 @@ def warm_start(drafter: DFlashDrafter, folder: Path) -> None:
 
 
 def _check_names(drafter: DFlashDrafter, weights: dict[str, Tensor], folder: Path) -> None:
-    mine = {name: tuple(value.shape) for name, value in drafter.state_dict().items()}
-    theirs = {name: tuple(value.shape) for name, value in weights.items()}
-    wrong = [
-        f"{n} is {theirs.get(n, 'missing')}, expected {mine.get(n, 'nothing')}"
-        for n in sorted(mine | theirs)
-        if mine.get(n) != theirs.get(n)
-    ]
+    wrong = misfits(drafter.state_dict(), weights)
     if wrong:
         raise UserError(f"the drafter in {folder} does not fit this recipe: {'; '.join(wrong[:5])}")
 

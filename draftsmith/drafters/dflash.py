@@ -125,6 +125,16 @@ def config_json(config: DFlashConfig) -> str:
     return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
 
+def misfits(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
+    """One phrase for each tensor that is missing, not expected, or of another shape, by name."""
+    wanted, given = ({name: tuple(t.shape) for name, t in named.items()} for named in (expected, found))
+    return [
+        f"tensor {name} is {given.get(name, 'missing')}, expected {wanted.get(name, 'no such tensor')}"
+        for name in sorted(wanted | given)
+        if wanted.get(name) != given.get(name)
+    ]
+
+
 class DFlashDrafter(PreTrainedModel):
     """The drafter. Parameters are exactly the served ones: 11 per layer, and fc, hidden_norm, norm."""
 

@@ -21,7 +21,7 @@ from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.drafters import DFlashDrafter
-from draftsmith.drafters.dflash import DFlashConfig
+from draftsmith.drafters.dflash import DFlashConfig, misfits
 from draftsmith.errors import UserError
 from draftsmith.export.folder import read_record
 
@@ -328,15 +328,8 @@ def _without_vocabulary_maps(tensors: dict[str, Tensor], vocab_size: int, folder
 def _check_tensors(tensors: dict[str, Tensor], config: dict, folder: Path) -> None:
     plain = {**config, "rope_parameters": {"rope_type": "default", "rope_theta": 1.0}}  # of no influence on shapes
     with torch.device("meta"):
-        expected = {
-            name: tuple(v.shape) for name, v in DFlashDrafter(DFlashConfig.from_dict(plain)).state_dict().items()
-        }
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    wrong = [
-        f"tensor {name} is {found.get(name, 'missing')}, expected {expected.get(name, 'no such tensor')}"
-        for name in sorted(expected | found)
-        if expected.get(name) != found.get(name)
-    ]
+        expected = DFlashDrafter(DFlashConfig.from_dict(plain)).state_dict()
+    wrong = misfits(expected, tensors)
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
         raise UserError(f"{folder}: {'; '.join(wrong[:3])}{more}")

@@ -12,7 +12,7 @@ import inspect
 from pathlib import Path
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -30,6 +30,7 @@ from draftsmith.errors import UserError
 from draftsmith.flex import flex_mask
 from draftsmith.targets.packed_attention import NAME, document_spans
 from draftsmith.types import Features, Pack
+from draftsmith.visibility import dense_mask
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 
@@ -77,7 +78,8 @@ class HFTarget:
     def capture(self, pack: Pack) -> Features:
         decoder, size = self.model.model, self.config.hidden_size
         position = pack.position[None]
-        mask = self._document_mask(pack.doc_start)
+        spans = document_spans(pack.doc_start)
+        mask = flex_mask(spans, 0) if spans.blk_lo.is_cuda else dense_mask(spans, 0)[None, None]
         hidden = self.embed(pack.tokens)[None]
         rope = decoder.rotary_emb(hidden, position)
         context = hidden.new_empty(pack.tokens.shape[0], len(self.layer_ids) * size)
@@ -87,11 +89,6 @@ class HFTarget:
                 at = self.layer_ids.index(number) * size
                 context[:, at : at + size] = hidden[0]
         return Features(context=context)
-
-    def _document_mask(self, doc_start: Int[Tensor, " tok"]):
-        if doc_start.is_cuda:
-            return flex_mask(document_spans(doc_start), 0)
-        return document_mask(doc_start)[None, None]
 
     def new_cache(self) -> DynamicCache:
         return DynamicCache()
@@ -111,12 +108,6 @@ class HFTarget:
         """Compile each block for capturing; all of them share one code object, so this is one compilation."""
         for layer in self.model.model.layers[: max(self.layer_ids) + 1]:
             layer.compile(dynamic=False)
-
-
-def document_mask(doc_start: Int[Tensor, " tok"]) -> Bool[Tensor, "tok tok"]:
-    """True where a token sees another: causal, and within its document. The reference for packed attention."""
-    index = torch.arange(doc_start.shape[0], device=doc_start.device)
-    return (index[None] >= doc_start[:, None]) & (index[None] <= index[:, None])
 
 
 def read_config(options: TargetOptions) -> PretrainedConfig:
