@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import attention, colocated, measure, step, target
+from benchmarks import attention, colocated, loader, measure, packing, step, target
 
 
 def bench_step(device: torch.device, toy: bool) -> list[dict]:
@@ -43,7 +43,24 @@ def bench_attention(device: torch.device, toy: bool) -> list[dict]:
     return rows if toy else rows + attention.windows(device, best)
 
 
-BENCHMARKS = {"step": bench_step, "target": bench_target, "colocated": bench_colocated, "attention": bench_attention}
+def bench_packing(device: torch.device, toy: bool) -> list[dict]:
+    return packing.sweep(toy)
+
+
+def bench_loader(device: torch.device, toy: bool) -> list[dict]:
+    if toy:
+        return loader.run(2_000, 8_192, 1_024, packs=8, repeats=1)
+    return loader.run(1_000_000, 49_152, 6_144, packs=60, repeats=3)
+
+
+BENCHMARKS = {
+    "step": bench_step,
+    "target": bench_target,
+    "colocated": bench_colocated,
+    "attention": bench_attention,
+    "packing": bench_packing,
+    "loader": bench_loader,
+}
 
 
 def main() -> None:

@@ -45,10 +45,14 @@ def legal_anchors(supervised: Bool[np.ndarray, " n"]) -> Int[np.ndarray, " legal
     return np.flatnonzero(supervised[:-1] & supervised[1:])
 
 
-def draw_anchors(sample: Sample, num: int, seed: int, epoch: int) -> Int[np.ndarray, " num"]:
-    """`num` legal anchors without replacement, sorted; a function of the document, the seed and the epoch alone."""
+def draw_anchors(sample: Sample, num: int, seed: int, epoch: int, visit: int = 0) -> Int[np.ndarray, " num"]:
+    """`num` legal anchors without replacement, sorted; a function of the document, the seed and the epoch alone.
+
+    `visit`: how often the epoch has seen the document before; others are drawn each time.
+    """
     legal = legal_anchors(sample.supervised)
-    chosen = keyed_generator("anchors", seed, epoch, sample.id).choice(len(legal), size=num, replace=False)
+    again = (visit,) if visit else ()
+    chosen = keyed_generator("anchors", seed, epoch, sample.id, *again).choice(len(legal), size=num, replace=False)
     return legal[np.sort(chosen)]
 
 

@@ -1,23 +1,35 @@
 """Which samples fill pack k of epoch e: a pure function of lengths, budgets, seed and epoch.
 
 There is no iterator and so no iterator state: any process finds any pack by its number, and a resumed run only needs
-to know its step. The epoch's shuffled order is cut into windows, and each window is packed by itself by best fit,
-longest first, under two budgets: tokens and anchor slots. No sample is dropped and none is split.
+to know its step. The epoch's shuffled order is cut into windows, and each window is packed by itself under two budgets,
+tokens and anchor slots. Large windows are dealt out like cards, always to the emptiest packs; small ones, and what is
+left over, are packed by best fit, longest first. No sample is dropped and none is split.
+
+What is packed are *visits*: an epoch may see a row several times, or leave it out (`Mix`). Visit v * n + r is the
+(v + 1)th of row r among n rows, so without mixing visits are rows.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate, chain
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int, UInt64
 
-from draftsmith.randomness import keyed_generator
+from draftsmith.errors import UserError
+from draftsmith.randomness import keyed_draws, keyed_generator
 
 PROBES = 64
 """Bins looked at for one sample; where anchors fill first, many have tokens left and no anchors."""
+DEALT, DEALT_PER_PACK = 2_048, 3
+"""Windows of at least so many samples, and of so many for each pack, are dealt: there are small ones enough to even out
+what the large ones leave."""
+HANDS = 2
+"""A hand is dealt to this part of the packs, the emptiest ones."""
 
 
 def count_anchors(legal: Int[np.ndarray, " sample"], per_document: int, density: float) -> Int[np.ndarray, " sample"]:
@@ -26,11 +38,48 @@ def count_anchors(legal: Int[np.ndarray, " sample"], per_document: int, density:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cap:
+    """At most `limit` visits (or tokens) an epoch of the rows that carry a tag."""
+
+    tag: str
+    member: Bool[np.ndarray, " row"]
+    limit: int
+    in_tokens: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mix:
+    """How often an epoch sees each row: a pure function of the row's own key, the seed and the epoch."""
+
+    weight: Float[np.ndarray, " row"]
+    """Visits per epoch, on average: 0.25 is one in four epochs, 1.5 one or two an epoch."""
+    key: UInt64[np.ndarray, " row"]
+    """A hash of the row's id."""
+    caps: tuple[Cap, ...] = ()
+
+    def visits(self, seed: int, epoch: int, lengths: Int[np.ndarray, " row"]) -> Int[np.ndarray, " visit"]:
+        """The epoch's visits. Each row has a phase, so that over many epochs it is seen its weight's share exactly."""
+        phase = (keyed_draws(self.key, "mix", seed) >> 32) / 2**32
+        times = np.floor(phase + (epoch + 1) * self.weight) - np.floor(phase + epoch * self.weight)
+        times = times.astype(np.int64)
+        rows = np.repeat(np.arange(len(times)), times)
+        visits = np.arange(len(rows)) - np.repeat(np.cumsum(times) - times, times)
+        for cap in self.caps:
+            capped = np.flatnonzero(cap.member[rows])
+            draws = keyed_draws(self.key[rows[capped]], "cap", seed, epoch)
+            capped = capped[np.lexsort((draws, visits[capped]))]  # nothing twice before everything was seen once
+            costs = lengths[rows[capped]] if cap.in_tokens else np.ones(len(capped), np.int64)
+            over = capped[np.cumsum(costs) > cap.limit]
+            rows, visits = np.delete(rows, over), np.delete(visits, over)
+        return visits * len(self.weight) + rows
+
+
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """The whole run's order of packs; `step -> packs` without any state."""
 
-    lengths: Int[np.ndarray, " sample"]
-    anchors: Int[np.ndarray, " sample"]
+    lengths: Int[np.ndarray, " row"]
+    anchors: Int[np.ndarray, " row"]
     num_tokens: int
     num_anchors: int
     window: int
@@ -39,10 +88,16 @@ class Schedule:
     seed: int
     steps: int | None = None
     """End after this many optimizer steps, whatever `epochs` says."""
+    mix: Mix | None = None
+    """Without one, every row once an epoch."""
 
     def packs(self, epoch: int) -> tuple[Int[np.ndarray, " doc"], ...]:
-        """Sample numbers of every pack of one epoch, in order."""
+        """The visits in every pack of one epoch, in order."""
         return self._packs(epoch)
+
+    def rows(self, epoch: int) -> Int[np.ndarray, " visit"]:
+        """The rows that an epoch sees, as often as it does."""
+        return np.concatenate([np.empty(0, np.int64), *self.packs(epoch)]) % len(self.lengths)
 
     @cached_property
     def _packs(self):
@@ -50,21 +105,32 @@ class Schedule:
         return lru_cache(maxsize=2)(self._compute)
 
     def _compute(self, epoch: int) -> tuple[Int[np.ndarray, " doc"], ...]:
-        order = keyed_generator("order", self.seed, epoch).permutation(len(self.lengths))
+        mix = self.mix
+        visits = np.arange(len(self.lengths)) if mix is None else mix.visits(self.seed, epoch, self.lengths)
+        if not len(visits):
+            raise UserError(f"epoch {epoch} sees not a single row; raise the weights of data.mix, or data.caps")
+        order = visits[keyed_generator("order", self.seed, epoch).permutation(len(visits))]
         packs: list[Int[np.ndarray, " doc"]] = []
         for number, start in enumerate(range(0, len(order), self.window)):
             members = order[start : start + self.window]
-            bins = best_fit(self.lengths[members], self.anchors[members], self.num_tokens, self.num_anchors)
+            rows = members % len(self.lengths)
+            bins = pack_window(self.lengths[rows], self.anchors[rows], self.num_tokens, self.num_anchors)
             shuffle = keyed_generator("packs", self.seed, epoch, number).permutation(len(bins))
             packs += [members[bins[i]] for i in shuffle]
         return tuple(packs)
 
+    def _steps_of(self, epoch: int) -> int:
+        return -(-len(self.packs(epoch)) // self.packs_per_step)
+
     @cached_property
     def steps_before(self) -> tuple[int, ...]:
         """Steps taken before each epoch begins; the last entry is where the last epoch would end."""
+        if self.steps is None:  # the first epochs last, because they are read next
+            counts = [self._steps_of(epoch) for epoch in reversed(range(self.epochs))]
+            return tuple(accumulate(reversed(counts), initial=0))
         before = [0]
-        while (len(before) <= self.epochs) if self.steps is None else (before[-1] < self.steps):
-            before.append(before[-1] + -(-len(self.packs(len(before) - 1)) // self.packs_per_step))
+        while before[-1] < self.steps:
+            before.append(before[-1] + self._steps_of(len(before) - 1))
         return tuple(before)
 
     @property
@@ -80,36 +146,116 @@ class Schedule:
 
     def fill(self, epoch: int = 0) -> tuple[float, float]:
         """Share of the token budget and of the anchor budget that an epoch's packs use."""
-        num = len(self.packs(epoch))
-        tokens = self.lengths.sum() / (num * self.num_tokens)
-        return float(tokens), float(self.anchors.sum() / (num * self.num_anchors))
+        num, rows = len(self.packs(epoch)), self.rows(epoch)
+        tokens, anchors = self.lengths[rows].sum(), self.anchors[rows].sum()
+        return float(tokens / (num * self.num_tokens)), float(anchors / (num * self.num_anchors))
 
 
-def best_fit(
+def pack_window(
     lengths: Int[np.ndarray, " sample"], anchors: Int[np.ndarray, " sample"], num_tokens: int, num_anchors: int
 ) -> list[Int[np.ndarray, " doc"]]:
-    """Best fit, longest sample first, under both budgets. Returns the members of each pack.
+    """The members of each pack, as few packs as can be found quickly.
 
     Every sample must fit a pack by itself; the caller has checked that.
     """
-    members: list[list[int]] = []
-    free_anchors: list[int] = []
-    open_bins: list[tuple[int, int]] = []  # (free tokens, bin), sorted: the fullest bin that still fits comes first
-    least = int(anchors.min(initial=num_anchors))
-    for sample in np.argsort(-lengths, kind="stable").tolist():
+    num_bins = max(-(-int(lengths.sum()) // num_tokens), -(-int(anchors.sum()) // num_anchors))  # no fewer will do
+    if len(lengths) < max(DEALT, DEALT_PER_PACK * num_bins):
+        return best_fit(lengths, anchors, num_tokens, num_anchors)
+    place = deal(lengths, anchors, num_tokens, num_anchors, num_bins)
+    by_bin = _ascending(place)
+    rest, *dealt = np.split(by_bin, np.searchsorted(place[by_bin], np.arange(num_bins)))
+    return best_fit(lengths, anchors, num_tokens, num_anchors, rest, dealt)
+
+
+def deal(
+    lengths: Int[np.ndarray, " sample"],
+    anchors: Int[np.ndarray, " sample"],
+    num_tokens: int,
+    num_anchors: int,
+    num_bins: int,
+) -> Int[np.ndarray, " sample"]:
+    """The bin of each sample; -1 for those that did not fit the bin they were dealt to.
+
+    Largest samples first, a hand at a time to the emptiest bins; within a hand, samples that are rich in anchors go to
+    bins that are rich in tokens. So both loads stay even, and the small samples at the end fill both budgets. Whole
+    numbers without ties: the same on every machine.
+    """
+    tokens, needs = lengths * num_anchors, anchors * num_tokens  # in units of which a pack holds this many:
+    whole = num_tokens * num_anchors
+    order = _ascending(-np.maximum(tokens, needs))
+    used_tokens, used_anchors = np.zeros(num_bins, np.int64), np.zeros(num_bins, np.int64)
+    place = np.full(len(lengths), -1)
+    hand = -(-num_bins // HANDS)
+    for start in range(0, len(order), hand):
+        dealt = order[start : start + hand]
+        dealt = dealt[_ascending(needs[dealt] - tokens[dealt])]
+        to = _ascending(np.maximum(used_tokens, used_anchors))[: len(dealt)]
+        to = to[_ascending(used_tokens[to] - used_anchors[to])]
+        now_tokens, now_anchors = used_tokens[to] + tokens[dealt], used_anchors[to] + needs[dealt]
+        fits = (now_tokens <= whole) & (now_anchors <= whole)
+        to = to[fits]
+        place[dealt[fits]], used_tokens[to], used_anchors[to] = to, now_tokens[fits], now_anchors[fits]
+    return place
+
+
+def _ascending(values: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+    """A stable argsort, several times quicker than NumPy's."""
+    bits = len(values).bit_length()
+    numbered = (values << bits) | np.arange(len(values))
+    numbered.sort()
+    return numbered & ((1 << bits) - 1)
+
+
+def best_fit(
+    lengths: Int[np.ndarray, " sample"],
+    anchors: Int[np.ndarray, " sample"],
+    num_tokens: int,
+    num_anchors: int,
+    samples: Int[np.ndarray, " some"] | None = None,
+    packs: Sequence[Int[np.ndarray, " _"]] = (),
+) -> list[Int[np.ndarray, " doc"]]:
+    """The members of each pack by best fit, longest sample first: all samples, or `samples` beside those in `packs`."""
+    samples = np.arange(len(lengths)) if samples is None else samples
+    members = [pack.tolist() for pack in packs]
+    free_anchors = [num_anchors - int(anchors[pack].sum()) for pack in packs]
+    least = int(anchors[samples].min(initial=num_anchors))
+    # Bins with room for both, the one with the least room first: by free tokens, and by free anchors.
+    open_bins = [(num_tokens - int(lengths[pack].sum()), number) for number, pack in enumerate(packs)]
+    open_bins = sorted((free, number) for free, number in open_bins if free > 0 and free_anchors[number] >= least)
+    by_anchors = sorted((free_anchors[number], free, number) for free, number in open_bins)
+    for sample in samples[np.argsort(-lengths[samples], kind="stable")].tolist():
         length, need = int(lengths[sample]), int(anchors[sample])
-        at = bisect_left(open_bins, (length, -1))
-        reach = min(len(open_bins), at + PROBES)
-        while at < reach and free_anchors[open_bins[at][1]] < need:
-            at += 1
-        if at < reach:
-            free, bin_number = open_bins.pop(at)
+        found = _find_bin(open_bins, by_anchors, free_anchors, length, need)
+        if found:
+            free, number = found
+            del open_bins[bisect_left(open_bins, found)]
+            del by_anchors[bisect_left(by_anchors, (free_anchors[number], free, number))]
         else:
-            free, bin_number = num_tokens, len(members)
+            free, number = num_tokens, len(members)
             members.append([])
             free_anchors.append(num_anchors)
-        members[bin_number].append(sample)
-        free_anchors[bin_number] -= need
-        if free > length and free_anchors[bin_number] >= least:
-            insort(open_bins, (free - length, bin_number))
+        members[number].append(sample)
+        free_anchors[number] -= need
+        if free > length and free_anchors[number] >= least:
+            insort(open_bins, (free - length, number))
+            insort(by_anchors, (free_anchors[number], free - length, number))
     return [np.asarray(m) for m in members]
+
+
+def _find_bin(
+    open_bins: list[tuple[int, int]],
+    by_anchors: list[tuple[int, int, int]],
+    free_anchors: list[int],
+    length: int,
+    need: int,
+) -> tuple[int, int] | None:
+    """An open bin where the sample fits, if one is found without looking at all.
+
+    That with the least tokens left; where anchors run out first and so those say little, that with the least anchors
+    left; or the emptiest.
+    """
+    at, at_anchors = bisect_left(open_bins, (length, -1)), bisect_left(by_anchors, (need, -1, -1))
+    near = (found for found in open_bins[at : at + PROBES] if free_anchors[found[1]] >= need)
+    near_by_anchors = (found[1:] for found in by_anchors[at_anchors : at_anchors + PROBES] if found[1] >= length)
+    emptiest = (found for found in open_bins[: -PROBES - 1 : -1] if found[0] >= length)
+    return next(chain(near, near_by_anchors, (found for found in emptiest if free_anchors[found[1]] >= need)), None)

@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from draftsmith.packing import Schedule, count_anchors
+from draftsmith.errors import UserError
+from draftsmith.packing import Cap, Mix, Schedule, count_anchors, pack_window
 
 
 def schedule_of(lengths, anchors, *, num_tokens: int, num_anchors: int, **options) -> Schedule:
@@ -109,6 +110,45 @@ def test_fill_on_log_normal_lengths():
     assert schedule.fill()[0] >= 0.97
 
 
+def conversations(num: int, num_tokens: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths (log-normal, mean 700) and legal positions, whose share of the length varies from row to row."""
+    random = np.random.default_rng(seed)
+    lengths = np.clip(random.lognormal(np.log(700) - 0.5, 1.0, num), 16, num_tokens).astype(np.int64)
+    return lengths, np.maximum(0, (lengths * random.beta(4, 2, num)).astype(np.int64) - 1)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_anchors", "waste"), [(49_152, 6_144, 0.01), (8_192, 1_024, 0.03)])
+def test_waste_on_log_normal_lengths(num_tokens, num_anchors, waste):
+    """With a density that asks for 97 % of the slots, both budgets are filled."""
+    lengths, legal = conversations(65_536, num_tokens)
+    density = 0.97 * num_anchors / num_tokens / (legal.sum() / lengths.sum())
+    anchors = count_anchors(legal, num_anchors, density)
+    tokens, slots = schedule_of(lengths, anchors, num_tokens=num_tokens, num_anchors=num_anchors).fill()
+    assert tokens >= 1 - waste
+    assert slots >= 0.95
+
+
+@pytest.mark.parametrize("per_pack", [2, 12, 70])
+def test_two_scarce_budgets_are_both_used(per_pack):
+    """Where as many anchors are asked for as there are slots, neither budget hides the other's room."""
+    lengths, legal = conversations(6_000, 700 * per_pack)
+    anchors = count_anchors(legal, 100 * per_pack, 100 / 700 / (legal.sum() / lengths.sum()))
+    schedule = schedule_of(lengths, anchors, num_tokens=700 * per_pack, num_anchors=100 * per_pack)
+    assert min(schedule.fill()) >= {2: 0.85, 12: 0.96, 70: 0.97}[per_pack]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_large_windows_hold_every_sample_within_budget(seed):
+    random = np.random.default_rng(seed)
+    num_tokens, num_anchors = random.integers([2_000, 50], [60_000, 8_000]).tolist()
+    lengths, legal = conversations(int(random.integers(2_048, 9_000)), num_tokens, seed)
+    anchors = count_anchors(legal, num_anchors, float(random.uniform(0.01, 0.5)))
+    packs = pack_window(lengths, anchors, num_tokens, num_anchors)
+    assert sorted(np.concatenate(packs).tolist()) == list(range(len(lengths)))
+    for pack in packs:
+        assert lengths[pack].sum() <= num_tokens and anchors[pack].sum() <= num_anchors
+
+
 def test_fill_is_the_share_of_each_budget():
     schedule = schedule_of([6, 6, 8], [1, 1, 2], num_tokens=10, num_anchors=4)
     assert schedule.fill() == (pytest.approx(20 / 30), pytest.approx(4 / 12))
@@ -170,3 +210,80 @@ def test_without_steps_epochs_decide():
 )
 def test_anchors_of_a_document(legal, per_document, density, expected):
     assert count_anchors(np.array([legal]), per_document, density).tolist() == [expected]
+
+
+# Mixing: how often an epoch sees each row
+
+
+def mixed(weights, caps=(), *, lengths=None, seed=0, epochs=1) -> Schedule:
+    """One row per weight, its number its key."""
+    weights = np.asarray(weights, float)
+    mix = Mix(weight=weights, key=np.arange(len(weights), dtype=np.uint64), caps=tuple(caps))
+    lengths = [5] * len(weights) if lengths is None else lengths
+    return schedule_of(lengths, [1] * len(weights), num_tokens=20, num_anchors=10, mix=mix, seed=seed, epochs=epochs)
+
+
+def seen(schedule: Schedule, epoch: int) -> np.ndarray:
+    """How often the epoch sees each row."""
+    return np.bincount(schedule.rows(epoch), minlength=len(schedule.lengths))
+
+
+def test_weights_of_one_change_nothing():
+    schedule = schedule_of([5] * 100, [1] * 100, num_tokens=20, num_anchors=10)
+    assert as_lists(mixed([1] * 100).packs(3)) == as_lists(schedule.packs(3))
+
+
+def test_whole_weights_repeat_rows_as_further_visits():
+    schedule = mixed([2] * 10 + [0] * 10 + [3] * 10)
+    visits = np.sort(np.concatenate(schedule.packs(0)))
+    expected = [row + 30 * visit for row in range(30) for visit in range([2, 0, 3][row // 10])]
+    assert visits.tolist() == sorted(expected)
+
+
+@pytest.mark.parametrize("weight", [0.25, 1.5, 0.1])
+def test_fractional_weights_are_exact_over_epochs_and_right_in_each(weight):
+    counts = np.array([seen(mixed([weight] * 4_000), epoch) for epoch in range(20)])
+    assert np.isin(counts, [np.floor(weight), np.ceil(weight)]).all()
+    assert (counts.sum(axis=0) == 20 * weight).all()
+    assert np.abs(counts.mean(axis=1) - weight).max() < 0.04
+
+
+def test_a_rows_visits_do_not_depend_on_other_rows():
+    whole = mixed([0.3] * 200)
+    mix = whole.mix
+    kept = np.arange(0, 200, 3)
+    part = replace(whole, lengths=whole.lengths[kept], anchors=whole.anchors[kept])
+    part = replace(part, mix=Mix(weight=mix.weight[kept], key=mix.key[kept]))
+    assert seen(part, 4).tolist() == seen(whole, 4)[kept].tolist()
+
+
+def test_mixing_depends_on_epoch_and_seed():
+    drawn = [seen(mixed([0.5] * 200, seed=seed), epoch).tolist() for seed, epoch in ((0, 0), (0, 1), (1, 0))]
+    assert len(set(map(tuple, drawn))) == 3
+
+
+def test_caps_limit_the_visits_of_a_tag():
+    member = np.arange(300) < 200
+    schedule = mixed([1] * 300, [Cap(tag="math", member=member, limit=40)], epochs=2)
+    for epoch in range(2):
+        counts = seen(schedule, epoch)
+        assert counts[member].sum() == 40 and (counts[~member] == 1).all()
+    assert seen(schedule, 0).tolist() != seen(schedule, 1).tolist()  # other rows in another epoch
+
+
+def test_caps_take_each_row_once_before_any_twice():
+    counts = seen(mixed([3] * 50, [Cap(tag="math", member=np.ones(50, bool), limit=70)]), 0)
+    assert sorted(counts.tolist()) == [1] * 30 + [2] * 20
+
+
+def test_caps_in_tokens():
+    lengths = np.random.default_rng(0).integers(1, 20, 400)
+    cap = Cap(tag="math", member=np.ones(400, bool), limit=1_000, in_tokens=True)
+    schedule = mixed([1] * 400, [cap], lengths=lengths)
+    assert 980 < lengths[schedule.rows(0)].sum() <= 1_000
+    assert schedule.fill()[0] == pytest.approx(lengths[schedule.rows(0)].sum() / (20 * len(schedule.packs(0))))
+
+
+def test_an_epoch_without_rows_is_refused():
+    with pytest.raises(UserError, match="epoch 0 sees not a single row"):
+        mixed([0] * 5).packs(0)

@@ -31,6 +31,7 @@ class PackOrder:
     epoch: int
     index: int
     samples: Int[np.ndarray, " doc"]
+    """Visits, as `packing` numbers them."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +48,19 @@ class PackBuilder(Dataset):
 
     def build(self, order: PackOrder, *, with_anchors: bool) -> Pack:
         """The pack; without anchors all its blocks are empty (capturing features needs none)."""
-        documents = [_cut(self.dataset[int(i)], self.options.tokens) for i in order.samples]
+        visits, rows = (part.tolist() for part in np.divmod(order.samples, len(self.dataset)))
+        documents = [_cut(self.dataset[row], self.options.tokens) for row in rows]
         budget = self.options.tokens
         tokens = np.zeros(budget, np.int64)
         supervised = np.zeros(budget, bool)
         doc_start = np.zeros(budget, np.int64)
         anchor, anchor_start, anchor_end = [], [], []
         at = 0
-        for document in documents:
+        for document, visit in zip(documents, visits, strict=True):
             end = at + len(document.tokens)
             tokens[at:end], supervised[at:end], doc_start[at:end] = document.tokens, document.supervised, at
             num = self._num_anchors(document) if with_anchors else 0
-            anchor.append(draw_anchors(document, num, self.seed, order.epoch) + at)
+            anchor.append(draw_anchors(document, num, self.seed, order.epoch, visit) + at)
             anchor_start.append(np.full(num, at))
             anchor_end.append(np.full(num, end))
             at = end
@@ -72,7 +74,8 @@ class PackBuilder(Dataset):
             self.options.anchors,
             self.shape,
         )
-        scored = (blocks.anchor[:, None] + torch.arange(self.shape.block_size))[blocks.weight > 0]
+        labelled = np.zeros(budget, bool)
+        labelled[(blocks.anchor[:, None] + torch.arange(self.shape.block_size))[blocks.weight > 0].numpy()] = True
         return Pack(
             tokens=torch.from_numpy(tokens),
             position=torch.from_numpy(np.arange(budget) - doc_start),
@@ -81,10 +84,10 @@ class PackBuilder(Dataset):
             blocks=blocks,
             epoch=order.epoch,
             index=order.index,
-            samples=tuple(int(i) for i in order.samples),
+            samples=tuple(rows),
             sample_ids=tuple(d.id for d in documents),
             num_supervised=int(supervised.sum()),
-            num_labelled=len(torch.unique(scored)),
+            num_labelled=int(labelled.sum()),
         )
 
     def _num_anchors(self, document: Sample) -> int:

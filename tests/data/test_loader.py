@@ -129,6 +129,15 @@ def test_anchors_are_redrawn_each_epoch():
     assert len({tuple(relative_anchors(build([20], epoch=epoch), 0)) for epoch in range(8)}) > 4
 
 
+def test_a_second_visit_of_a_row_draws_other_anchors():
+    first, second, alone = build([20]), build([20 + len(DATASET)]), build([20, 20 + len(DATASET)])
+    assert (second.samples, second.sample_ids) == ((20,), ("row 20",))
+    assert torch.equal(first.tokens, second.tokens)
+    assert relative_anchors(first, 0) != relative_anchors(second, 0)
+    assert relative_anchors(alone, 1) == relative_anchors(second, 0)
+    assert (alone.samples, alone.doc_lengths) == ((20, 20), (25, 25))
+
+
 def test_no_label_crosses_documents_that_begin_supervised():
     """Every document supervised throughout, every anchor drawn: labels stay below the document's end."""
     dataset = ListedDataset([document(6, first=10 * i, name=str(i)) for i in range(4)])

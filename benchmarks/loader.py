@@ -1,0 +1,99 @@
+"""The loader on a prepared set: how soon the first pack is there, and how many tokens a second one process builds."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from benchmarks.measure import seconds_of, spread
+from benchmarks.packing import conversations, density_for
+from draftsmith.anchors import BlockShape
+from draftsmith.config import PackOptions
+from draftsmith.data import store
+from draftsmith.data.dataset import COLUMNS, PreparedDataset, open_prepared
+from draftsmith.data.loader import PackBuilder, make_schedule, pack_stream
+
+BLOCK, BATCH, SHARD_ROWS = 16, 1_000, 100_000
+
+
+def write_store(folder: Path, lengths: np.ndarray, legal: np.ndarray) -> None:
+    """A prepared folder of random tokens: of each row the last `legal + 1` are supervised."""
+    rng = np.random.default_rng(0)
+    draws = rng.integers(0, 150_000, 1 << 22, dtype=np.int32)
+    with store.claim(folder) as partial:
+        for first in range(0, len(lengths), SHARD_ROWS):
+            with pa.ipc.new_stream(str(partial / f"data-{first // SHARD_ROWS:05d}.arrow"), COLUMNS) as stream:
+                for start in range(first, min(first + SHARD_ROWS, len(lengths)), BATCH):
+                    stream.write_batch(_batch(start, lengths[start:][:BATCH], legal[start:][:BATCH], draws))
+        counts = {"kept": len(lengths), "tokens": int(lengths.sum()), "supervised": int((legal + 1).sum())}
+        manifest = {"counts": counts, "inputs": {"tokenizer": ""}, "content_hash": "synthetic"}
+        store.publish(partial, folder, manifest)
+
+
+def _batch(start: int, lengths: np.ndarray, legal: np.ndarray, draws: np.ndarray) -> pa.RecordBatch:
+    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    tokens = np.resize(draws[start % 1_000 :], ends[-1])
+    within = np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)
+    supervised = (within >= np.repeat(lengths - legal - 1, lengths)).astype(np.uint8)
+    columns = [
+        pa.array([f"{start + i:016x}" for i in range(len(lengths))], pa.string()),
+        pa.ListArray.from_arrays(ends, pa.array(tokens)),
+        pa.ListArray.from_arrays(ends, pa.array(supervised)),
+        pa.array([["chat"]] * len(lengths), pa.list_(pa.string())),
+        pa.array(legal.astype(np.int32)),
+    ]
+    return pa.record_batch(columns, schema=COLUMNS)
+
+
+def run(num: int, num_tokens: int, num_anchors: int, *, packs: int, repeats: int) -> list[dict]:
+    lengths, legal = conversations(num, 500, num_tokens // 4)
+    density = density_for(lengths, legal, num_tokens, num_anchors, 0.97)
+    options = PackOptions(
+        tokens=num_tokens, anchors=num_anchors, anchors_per_document=num_anchors, anchor_density=density
+    )
+    shape = BlockShape(block_size=BLOCK, mask_token_id=150_001, gamma=7.0, window=None)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "prepared"
+        write_store(folder, lengths, legal)
+        dataset = open_prepared(folder)
+        facts = {"rows": num, "tokens": num_tokens, "anchors": num_anchors, "block": BLOCK}
+
+        def stream(opened: PreparedDataset, epochs: int, workers: int):
+            schedule, _ = make_schedule(opened, options, cut=False, packs_per_step=1, epochs=epochs, steps=None, seed=0)
+            return pack_stream(PackBuilder(opened, options, shape, 0), schedule, 0, workers)
+
+        def first_pack(epochs: int) -> Callable[[], object]:
+            return lambda: next(stream(open_prepared(folder), epochs, 0))
+
+        rows = []
+        for epochs in (1, 6):
+            times = seconds_of(first_pack(epochs), torch.device("cpu"), repeats, warmup=1)
+            rows.append({"what": f"first pack, {epochs} epochs scheduled", **facts, **spread(times)})
+        for workers in (0, 1):
+            times = _seconds_between(stream(dataset, 1, workers), packs)
+            tokens = num_tokens * stream_fill(dataset, options)
+            rate = tokens / spread(times)["seconds_median"]
+            rows.append({"what": f"a pack, {workers} workers", **facts, **spread(times), "tokens_per_s": rate})
+    return rows
+
+
+def stream_fill(dataset: PreparedDataset, options: PackOptions) -> float:
+    """Share of a pack's budget that is tokens of documents, not padding."""
+    return make_schedule(dataset, options, cut=False, packs_per_step=1, epochs=1, steps=None, seed=0)[0].fill()[0]
+
+
+def _seconds_between(packs, num: int, warmup: int = 4) -> list[float]:
+    times, before = [], time.perf_counter()
+    for _ in islice(packs, warmup + num):
+        now = time.perf_counter()
+        times.append(now - before)
+        before = now
+    packs.close()
+    return times[warmup:]
