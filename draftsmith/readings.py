@@ -28,7 +28,7 @@ class Run:
     cycles: list[int]
     """Tokens committed by each cycle, cut where the answer ends."""
     accepted: list[int]
-    """Drafts of a whole block that agree, in each cycle, even beyond the end: as vLLM counts."""
+    """Drafts that agree, in each cycle, even beyond the end of the answer."""
 
 
 class Decoder:
@@ -72,8 +72,13 @@ class Decoder:
         hidden = reference.hidden(features.float(), self.embedding(block).float())
         return hidden @ self.head.T
 
-    def decode(self, reference: Reference, prompt: Int[Tensor, " n"], max_new_tokens: int) -> Run:
-        """Speculative decoding, greedy: draft a block, let the target check it, keep what agrees and one token more."""
+    def decode(
+        self, reference: Reference, prompt: Int[Tensor, " n"], max_new_tokens: int, *, whole: bool = False
+    ) -> Run:
+        """Speculative decoding, greedy: draft a block, let the target check it, keep what agrees and one token more.
+
+        `whole`: blocks do not shrink towards the end. A smaller block proposes otherwise, so the cycles differ.
+        """
         block, taps = reference.reading.block_size, reference.reading.taps
         cache = self.new_cache()
         logits, states = self.run(prompt, cache)
@@ -81,16 +86,11 @@ class Decoder:
         run = Run(tokens=[int(logits[-1].argmax())], cycles=[], accepted=[])
         while len(run.tokens) < max_new_tokens and run.tokens[-1] not in self.ends:
             room = max_new_tokens - len(run.tokens)
-            start, size, anchor = len(features), min(block, room + 1), run.tokens[-1]
-            if size < block:  # what a whole block would do, for the count alone
-                whole = self.draft(reference, features, anchor, block)[1:].argmax(-1)
-                run.accepted.append(leading(whole == self.check(anchor, whole, cache)[0][:-1]))
-                cache.crop(start - cache.get_seq_length())
+            size, anchor = block if whole else min(block, room + 1), run.tokens[-1]
             draft = self.draft(reference, features, anchor, size)[1:].argmax(-1)
             choice, states = self.check(anchor, draft, cache)
             agreed = leading(draft == choice[:-1])
-            if size == block:
-                run.accepted.append(agreed)
+            run.accepted.append(agreed)
             features = torch.cat([features, tapped(states, taps)[: agreed + 1]])
             new = choice[: agreed + 1].tolist()[:room]
             ends = [i for i, token in enumerate(new) if token in self.ends]

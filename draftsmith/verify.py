@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,40 +16,17 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from draftsmith.config import VerifyCommand
-from draftsmith.data.chat import render_prompt
-from draftsmith.data.prompts import read_prompts
 from draftsmith.engines.launch import ask, prepare
 from draftsmith.engines.server import ask_server
 from draftsmith.errors import EnvironmentFault, UserError
 from draftsmith.export.folder import measure
 from draftsmith.export.read import DrafterFolder, read_folder
-from draftsmith.export.record import synthetic_prompts
 from draftsmith.export.serve import sglang_objections, vllm_remarks
 from draftsmith.findings import Findings
-from draftsmith.readings import Decoder, Run, better_readings, compare_readings
-from draftsmith.reference import Reference
+from draftsmith.readings import better_readings, compare_readings
+from draftsmith.subject import BOUNDS, Subject, accept_by_slot, make_subject, pooled
 from draftsmith.targets import HFTarget
 from draftsmith.targets.hf import read_config
-
-TOLERANCE = {"float32": 2e-3, "bfloat16": 0.1}  # of a slot's logits, in standard deviations over the vocabulary
-ACCEPT_TOLERANCE = 0.02  # relative, between implementations on the same prompts
-VLLM_TOLERANCE = 0.05  # its counts at the end of an answer differ by a cycle
-
-
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """What is verified, and on which text."""
-
-    folder: DrafterFolder
-    target: HFTarget
-    decoder: Decoder
-    reference: Reference
-    prompts: list[Tensor]
-    plain: list[list[int]]
-    """The target's own greedy answers."""
-    runs: list[Run]
-    """The reference's."""
-    max_new_tokens: int
 
 
 def verify_folder(
@@ -83,37 +59,6 @@ def verify_folder(
         if engine != "reference":
             check_engine(engine, command, subject, found)
     return found
-
-
-def make_subject(command: VerifyCommand, folder: DrafterFolder, target: HFTarget) -> Subject:
-    measured = (folder.record or {}).get("measured")
-    if command.limit < 1 or command.max_new_tokens < 1:
-        raise UserError("limit and max_new_tokens must be greater than 0")
-    limit = command.max_new_tokens
-    if command.prompts:
-        rows = read_prompts(Path(command.prompts), command.limit)
-        prompts = [torch.from_numpy(render_prompt(target.tokenizer, list(row.messages))) for row in rows]
-    elif measured:
-        prompts = [torch.tensor(answer["prompt"]) for answer in measured["answers"]]
-        if max(int(prompt.max()) for prompt in prompts) >= target.config.vocab_size:
-            raise UserError(
-                f"the prompts recorded in {folder.path} are not of this target's vocabulary; give --prompts"
-            )
-        limit = measured["max_new_tokens"]
-    else:
-        prompts = synthetic_prompts(target, command.limit)
-    prompts = [prompt.to(target.device) for prompt in prompts]
-    decoder, reference = Decoder(target), Reference.from_folder(folder.path, target.device)
-    return Subject(
-        folder=folder,
-        target=target,
-        decoder=decoder,
-        reference=reference,
-        prompts=prompts,
-        plain=[decoder.greedy(prompt, limit) for prompt in prompts],
-        runs=[decoder.decode(reference, prompt, limit) for prompt in prompts],
-        max_new_tokens=limit,
-    )
 
 
 def check_files(folder: DrafterFolder, found: Findings) -> None:
@@ -198,7 +143,8 @@ def check_logits(subject: Subject, found: Findings) -> None:
         worst = max(worst, float(((ours - theirs).abs().amax(-1) / theirs.std(-1)).max()))
         agreed += int((ours.argmax(-1) == theirs.argmax(-1)).all())
         blocks += 1
-    limit = TOLERANCE["float32"] if subject.target.device.type == "cpu" else TOLERANCE["bfloat16"]
+    # Both compute in fp32 whatever the target's format; a GPU may still do so with fewer bits (TF32).
+    limit = BOUNDS[torch.float32 if subject.target.device.type == "cpu" else torch.bfloat16].logits
     found.add(
         "logits",
         worst <= limit,
@@ -228,11 +174,9 @@ def check_proposals(subject: Subject, found: Findings) -> None:
         worst = max(worst, float((difference.abs().amax(-1) / logits.std(-1)).max()))
         equal += int((logits.argmax(-1) == known[:, 0]).sum())
         total += len(known)
-    exact = measured["dtype"] == "float32" and subject.target.head.dtype == torch.float32
-    limit = TOLERANCE["float32" if exact else "bfloat16"]
     found.add(
         "proposals",
-        worst <= limit,
+        worst <= subject.record_bounds.logits,
         f"reference against the trainer's record: {equal} of {total} first choices equal, largest difference "
         f"{worst:.1e} of a deviation",
     )
@@ -240,21 +184,8 @@ def check_proposals(subject: Subject, found: Findings) -> None:
 
 def check_greedy(subject: Subject, found: Findings) -> None:
     """(b) Decoding with the reference gives the target's own greedy output."""
-    number = _num_equal(subject, [run.tokens for run in subject.runs])
+    number = subject.num_equal([run.tokens for run in subject.runs])
     found.add("greedy", number == len(subject.runs), f"{number} of {len(subject.runs)} outputs equal to the target's")
-
-
-def _num_equal(subject: Subject, outputs: list[list[int]]) -> int:
-    """Outputs equal to plain decoding; in bf16 a first difference at a near tie counts as equal."""
-    number = 0
-    for prompt, plain, output in zip(subject.prompts, subject.plain, outputs, strict=True):
-        first = next((i for i, (a, b) in enumerate(zip(plain, output, strict=False)) if a != b), None)
-        if first is None:
-            number += len(plain) == len(output)
-        elif subject.target.head.dtype != torch.float32:
-            text = torch.cat([prompt, prompt.new_tensor(plain[:first])])
-            number += subject.decoder.is_near_tie(text, output[first])
-    return number
 
 
 def check_acceptance(subject: Subject, found: Findings) -> None:
@@ -263,7 +194,7 @@ def check_acceptance(subject: Subject, found: Findings) -> None:
     found.figures["reference"] = value
     measured = (subject.folder.record or {}).get("measured")
     same = measured and [a["prompt"] for a in measured["answers"]] == [p.tolist() for p in subject.prompts]
-    by_slot = accept_by_slot([run.accepted for run in subject.runs], subject.reference.reading.block_size)
+    by_slot = accept_by_slot([run.accepted for run in subject.whole_runs], subject.reference.reading.block_size)
     slots = "by slot " + " ".join(f"{rate:.2f}" for rate in by_slot)
     if not same:
         found.add("acceptance", True, f"accept length {value:.3f} (reference); no record on these prompts; {slots}")
@@ -272,7 +203,7 @@ def check_acceptance(subject: Subject, found: Findings) -> None:
     found.figures = {"trainer": trainer, **found.figures}
     found.by_reference["trainer"] = value
     said = f"accept length {value:.3f} (reference), {trainer:.3f} (trainer), difference {value - trainer:+.3f}; {slots}"
-    found.add("acceptance", abs(value - trainer) <= ACCEPT_TOLERANCE * trainer, said)
+    found.add("acceptance", abs(value - trainer) <= subject.record_bounds.accept * trainer, said)
     reported = subject.folder.record["trained"].get("accept")
     if reported and reported > 1.5 and value - 1 < 0.4 * (reported - 1):
         found.add(
@@ -297,56 +228,45 @@ def check_readings(subject: Subject, found: Findings) -> None:
 
 
 def check_engine(engine: str, command: VerifyCommand, subject: Subject, found: Findings) -> None:
-    """The same prompts in a real engine, in its own environment."""
+    """The same prompts in a real engine, in its own environment or behind a URL."""
     if engine == "dflash" and subject.folder.layout != "zlab":
         found.add(engine, None, "PyPI dflash reads the z-lab layout only")
         return
-    request = {
-        "drafter": str(subject.folder.path.resolve()),
-        "target": _place(command.target.path),
-        "prompts": [prompt.tolist() for prompt in subject.prompts],
-        "max_new_tokens": subject.max_new_tokens,
-        "eos_ids": sorted(subject.target.eos_ids),
-        "block_size": subject.reference.reading.block_size,
-    }
+    request = subject.request(command.target.path)
     try:
         if command.url and engine == "vllm":
             answer = ask_server(command.url, request)
         else:
             python = prepare(engine, Path(command.engines).expanduser(), found.say)
-            answer = ask(engine, python, request)
+            (answer,) = ask(engine, python, [request])
     except EnvironmentFault as error:
         found.add(engine, False, str(error))
         return
-    found.versions[engine] = answer["versions"]
-    if "num_cycles" in answer:  # vLLM counts whole blocks, even beyond the end of an answer
-        value = 1 + answer["num_accepted"] / max(1, answer["num_cycles"])
-        accepted = [n for run in subject.runs for n in run.accepted]
-        wanted = 1 + sum(accepted) / max(1, len(accepted))
+    compare_answer(engine, answer, subject, found)
+
+
+def compare_answer(engine: str, answer: dict, subject: Subject, found: Findings) -> None:
+    """An engine's outputs, accept length and acceptance by slot against the reference's, by the engine's own count."""
+    if "error" in answer:
+        found.add(engine, False, f"refuses the drafter: {answer['error']}")
+        return
+    block, bounds = subject.reference.reading.block_size, subject.bounds
+    if "num_cycles" in answer:  # vLLM drafts whole blocks, even beyond the end of an answer
+        accepted, number = [run.accepted for run in subject.whole_runs], max(1, answer["num_cycles"])
+        value, wanted = 1 + answer["num_accepted"] / number, 1 + pooled(accepted)
+        slots = [hits / number for hits in answer["by_slot"]]
     else:
-        value, wanted = pooled([a["cycles"] for a in answer["answers"]]), found.figures["reference"]
-    found.figures[engine], found.by_reference[engine] = value, wanted
-    number = _num_equal(subject, [a["tokens"] for a in answer["answers"]])
-    close = abs(value - wanted) <= (VLLM_TOLERANCE if "num_cycles" in answer else ACCEPT_TOLERANCE) * wanted
+        cycles = [[n - 1 for n in one["cycles"]] for one in answer["answers"]]
+        accepted = [[n - 1 for n in run.cycles] for run in subject.runs]
+        value, wanted = 1 + pooled(cycles), 1 + pooled(accepted)
+        slots = accept_by_slot(cycles, block)
+    found.versions[engine], found.figures[engine], found.by_reference[engine] = answer["versions"], value, wanted
+    pairs = zip(slots, accept_by_slot(accepted, block), strict=False)
+    worst = max((abs(theirs - ours) for theirs, ours in pairs), default=0.0)
+    number = subject.num_equal([a["tokens"] for a in answer["answers"]])
     found.add(
         engine,
-        number == len(subject.prompts) and close,
+        number == len(subject.prompts) and abs(value - wanted) <= bounds.accept * wanted and worst <= bounds.slot,
         f"{number} of {len(subject.prompts)} outputs equal to the target's; accept length {value:.3f}, reference by "
-        f"the same count {wanted:.3f}, difference {value - wanted:+.3f}",
+        f"the same count {wanted:.3f}, difference {value - wanted:+.3f}; by slot at most {worst:.3f}",
     )
-
-
-def _place(target: str) -> str:
-    return str(Path(target).resolve()) if Path(target).is_dir() else target
-
-
-def pooled(cycles: list[list[int]]) -> float:
-    """All committed tokens over all cycles."""
-    numbers = [n for answer in cycles for n in answer]
-    return sum(numbers) / max(1, len(numbers))
-
-
-def accept_by_slot(accepted: list[list[int]], block_size: int) -> list[float]:
-    """Share of cycles in which slot k was accepted."""
-    numbers = [n for answer in accepted for n in answer]
-    return [sum(n >= slot for n in numbers) / max(1, len(numbers)) for slot in range(1, block_size)]

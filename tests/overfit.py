@@ -37,9 +37,9 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_pos
 STEPS = 80
 
 
-def make_target(folder: Path, *, hidden: int = 32, tied: bool = True, seed: int = 0, rope: dict = ROPE) -> Path:
-    """A Qwen3 target of six layers on disk that writes printable text; its table is longer than its vocabulary."""
-    tokenizer, model = tiny_tokenizer(), tiny_target("qwen3", layers=6, hidden=hidden, tied=tied, seed=seed)
+def make_target(folder: Path, *, kind: str = "qwen3", rope: dict = ROPE, **options) -> Path:
+    """A target of six layers on disk that writes printable text; its table is longer than its vocabulary."""
+    tokenizer, model = tiny_tokenizer(), tiny_target(kind, layers=6, **options)
     with torch.no_grad():
         for token, number in tokenizer.get_vocab().items():
             if not (token.isascii() and token.isprintable()):

@@ -15,11 +15,15 @@ from benchmarks.negative_controls import CONTROLS, edit_config, judge, labels_sh
 from draftsmith.cli import main
 from draftsmith.config import TargetOptions, VerifyCommand
 from draftsmith.engines import launch
+from draftsmith.engines.server import ask_server
 from draftsmith.errors import EnvironmentFault, UserError
+from draftsmith.export.read import read_folder
+from draftsmith.findings import Findings
 from draftsmith.readings import Decoder, better_readings, leading
 from draftsmith.reference import Reference
+from draftsmith.subject import accept_by_slot, make_subject, pooled
 from draftsmith.targets import load_target
-from draftsmith.verify import accept_by_slot, pooled
+from draftsmith.verify import compare_answer
 from tests.overfit import YARN, make_export, make_target
 
 
@@ -252,7 +256,50 @@ def test_an_engine_gets_the_request_in_a_process_that_cannot_see_us(tmp_path, mo
     text = script.read_text() + (Path(launch.__file__).with_name("run_vllm.py")).read_text()
     assert "import draftsmith" not in text and "from draftsmith" not in text
     with pytest.raises(EnvironmentFault, match="dflash failed"):  # our own environment has no such package
-        launch.ask("dflash", Path(sys.executable), {"prompts": []})
+        launch.ask("dflash", Path(sys.executable), [{"prompts": []}])
+
+
+def answers_like(subject) -> dict:
+    """What vLLM says if it does exactly as the reference."""
+    accepted = [n for run in subject.whole_runs for n in run.accepted]
+    return {
+        "answers": [{"tokens": [*tokens]} for tokens in subject.plain],
+        "num_cycles": len(accepted),
+        "num_accepted": sum(accepted),
+        "by_slot": [sum(n >= slot for n in accepted) for slot in range(1, 8)],
+        "versions": {},
+    }
+
+
+FAULTS = {
+    "none": (lambda answer: None, "by slot at most 0.000"),
+    "another output": (lambda answer: answer["answers"][0]["tokens"].reverse(), "3 of 4 outputs equal"),
+    "fewer accepted": (lambda answer: answer.update(num_accepted=0), "accept length 1.000"),
+    "a slot that is never accepted": (lambda answer: answer["by_slot"].__setitem__(2, 0), "by slot at most 0."),
+    "a refusal": (lambda answer: answer.update(error="NotImplementedError: mixed"), "refuses the drafter: NotImpl"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_engines_answer_is_compared_in_every_respect(fault, gate, target):
+    model = load_target(TargetOptions(path=str(target), layer_ids=(1, 3)), torch.device("cpu"))
+    command = VerifyCommand(folder=str(gate / "zlab"), target=TargetOptions(path=str(target)))
+    subject = make_subject(command, read_folder(gate / "zlab"), model)
+    answer, found = answers_like(subject), Findings(lambda line: None)
+    change, expected = FAULTS[fault]
+    change(answer)
+    compare_answer("vllm", answer, subject, found)
+    assert found.failed == ([] if fault == "none" else ["vllm"]) and expected in said(found)["vllm"]
+
+
+def test_whole_blocks_give_the_same_text_in_other_cycles(gate, target):
+    model = load_target(TargetOptions(path=str(target), layer_ids=(1, 3)), torch.device("cpu"))
+    decoder, reference = Decoder(model), Reference.from_folder(gate / "zlab")
+    for limit in (1, 2, 9, 30):
+        whole = decoder.decode(reference, torch.tensor([1, 50, 60]), limit, whole=True)
+        assert whole.tokens == decoder.greedy(torch.tensor([1, 50, 60]), limit)
+        assert len(whole.tokens) == 1 + sum(whole.cycles) and len(whole.accepted) == len(whole.cycles)
+        assert all(n <= a + 1 for n, a in zip(whole.cycles, whole.accepted, strict=True))
 
 
 class FakeServer(BaseHTTPRequestHandler):
@@ -275,6 +322,12 @@ class FakeServer(BaseHTTPRequestHandler):
             "/v1/models": '{"data": [{"id": "m"}]}',
             "/version": '{"version": "1"}',
         }
+        for slot, hits in enumerate((5, 1, 0)):
+            lines.append(
+                f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="{slot}"}} '
+                f"{7 + hits * FakeServer.served}.0"
+            )
+        replies["/metrics"] = "\n".join(lines)
         self._say(replies[self.path])
 
     def do_POST(self):
@@ -298,6 +351,17 @@ def test_a_running_server_is_read_through_its_counters(gate, target):
     assert "4 of 4 outputs equal" in said(found)["vllm"] and found.failed == ["vllm"], "another accept length"
 
 
+def test_a_servers_counts_are_those_of_the_request_alone():
+    FakeServer.answers, FakeServer.served = [[4, 5]], 0
+    with HTTPServer(("127.0.0.1", 0), FakeServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        answer = ask_server(url, {"prompts": [[1, 2]], "max_new_tokens": 2, "eos_ids": [2]})
+        server.shutdown()
+    assert answer["answers"] == [{"tokens": [4, 5]}] and answer["versions"] == {"vllm": "1"}
+    assert (answer["num_cycles"], answer["num_accepted"], answer["by_slot"]) == (3.0, 6.0, [5.0, 1.0, 0.0])
+
+
 def test_no_server_there(gate, target):
     found = judge(gate / "zlab", target, ("vllm",), url="http://127.0.0.1:9")
     assert "cannot be reached" in said(found)["vllm"]
@@ -305,41 +369,3 @@ def test_no_server_there(gate, target):
         judge(gate / "zlab", target, url="http://127.0.0.1:9")
     with pytest.raises(UserError, match="is no http address"):
         judge(gate / "zlab", target, ("vllm",), url="file:///etc/passwd")
-
-
-GATES = {
-    "full": {},
-    "sliding": {"layer_types": ("sliding_attention",) * 2, "sliding_window": 6},
-    "mixed": {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6},
-    "block 16": {"block_size": 16},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", GATES)
-def test_pypi_dflash_serves_what_was_trained(name, target, tmp_path):
-    folder = make_export(tmp_path, target, **GATES[name])
-    found = judge(folder, target, ("dflash",))
-    assert found.failed == [], said(found)
-    assert found.figures["dflash"] == pytest.approx(found.figures["trainer"], rel=0.02)
-    assert found.figures["dflash"] > 4
-
-
-@pytest.mark.slow
-def test_pypi_dflash_with_a_scaled_rope_and_an_untied_target(tmp_path):
-    target = make_target(tmp_path / "target", tied=False, rope=YARN)
-    (tmp_path / "drafter").mkdir()
-    found = judge(make_export(tmp_path / "drafter", target), target, ("dflash",))
-    assert found.failed == [], said(found)
-
-
-@pytest.mark.slow
-@pytest.mark.engines
-@pytest.mark.parametrize("layout", ["zlab", "speculators"])
-def test_vllm_serves_what_was_trained(layout, tmp_path):
-    target = make_target(tmp_path / "target", hidden=256)
-    (tmp_path / "drafter").mkdir()
-    folder = make_export(tmp_path / "drafter", target, "all", steps=150) / layout
-    found = judge(folder, target, ("vllm",))
-    assert found.failed == [], said(found)
-    assert found.figures["vllm"] > 4

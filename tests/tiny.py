@@ -62,11 +62,13 @@ def tiny_target(
     layers: int = 4,
     hidden: int = 32,
     vocab: int = 320,
+    heads: int = 4,
+    head_dim: int | None = None,
     seed: int = 0,
 ) -> PreTrainedModel:
     """A random float32 model in eval mode, the same for the same arguments; its greedy text varies with the prompt.
 
-    4 query heads, 2 key heads, FFN 2 * hidden, 2048 positions. Ids 259 to vocab - 1 are rows that no text uses and
+    Two query heads to a key head, FFN 2 * hidden, 2048 positions. Ids 259 to vocab - 1 are rows that no text uses and
     that the model does not write (their rows are near zero), as in real padded vocabularies.
     """
     config_class, model_class = KINDS[kind]
@@ -75,9 +77,9 @@ def tiny_target(
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=hidden // 4,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=head_dim or hidden // heads,
         max_position_embeddings=2048,
         tie_word_embeddings=tied,
         bos_token_id=1,

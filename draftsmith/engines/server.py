@@ -14,7 +14,10 @@ from draftsmith.errors import EnvironmentFault, UserError
 
 TIMEOUT = 600
 LARGEST = 64 << 20  # bytes of a reply
-_COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens)(?:_total)?(?:\{[^}]*\})? ([0-9.eE+]+)$", re.M)
+_COUNTER = re.compile(
+    r"^vllm:spec_decode_num_(drafts|accepted_tokens(?:_per_pos)?)(?:_total)?(\{[^}]*\})? ([0-9.eE+]+)$", re.M
+)
+_POSITION = re.compile(r'position="([0-9]+)"')
 
 
 def ask_server(url: str, request: dict) -> dict:
@@ -40,22 +43,26 @@ def ask_server(url: str, request: dict) -> dict:
             raise EnvironmentFault(f"{base} returns no token_ids; vLLM 0.11 or newer does")
         answers.append({"tokens": choice["token_ids"]})
     after = _counters(base)
-    spent = {name: after[name] - before[name] for name in after}
+    spent = {name: value - before.get(name, 0.0) for name, value in after.items()}
     return {
         "answers": answers,
         "num_cycles": spent["drafts"],
         "num_accepted": spent["accepted_tokens"],
+        "by_slot": [spent[name] for name in sorted(name for name in spent if isinstance(name, int))],
         "versions": {"vllm": _get(base + "/version").get("version")},
     }
 
 
-def _counters(base: str) -> dict[str, float]:
-    found = {"drafts": 0.0, "accepted_tokens": 0.0}
+def _counters(base: str) -> dict[str | int, float]:
+    """By name, and accepted tokens by position in the draft as well."""
+    found: dict[str | int, float] = {"drafts": 0.0, "accepted_tokens": 0.0}
     matches = _COUNTER.findall(_fetch(base + "/metrics", None))
     if not matches:
         raise EnvironmentFault(f"{base}/metrics has no counters of speculative decoding; is the server run with it?")
-    for name, value in matches:
-        found[name] += float(value)
+    for name, labels, value in matches:
+        position = _POSITION.search(labels)
+        key = name if position is None else int(position[1])
+        found[key] = found.get(key, 0.0) + float(value)
     return found
 
 

@@ -131,6 +131,12 @@ def read_config(options: TargetOptions) -> PretrainedConfig:
         )
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise UserError(f"target.path {options.path!r} has sliding-window layers, which are not supported yet")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if (part := rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1.0))) not in (None, 1.0):
+        raise UserError(
+            f"target.path {options.path!r} has partial_rotary_factor {part}: transformers rotates the whole head of a "
+            f"{config.model_type} and engines a part of it, so the served target would be another; not supported"
+        )
     return config
 
 

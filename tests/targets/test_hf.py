@@ -259,6 +259,11 @@ def test_folder_without_config_is_refused(tmp_path):
     [
         ({"model_type": "gpt2"}, "of family 'gpt2'; supported: llama, qwen2, qwen3"),
         ({"model_type": "qwen3", "layer_types": ["sliding_attention"] * 4}, "sliding-window layers"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+            "partial_rotary_factor 0.25",
+        ),
     ],
 )
 def test_targets_that_are_not_supported_are_refused(world, tmp_path, values, reason):

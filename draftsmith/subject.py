@@ -1,0 +1,150 @@
+"""What `verify` measures: a drafter's folder, its target, prompts, and what the reference does on them.
+
+How far two implementations may differ is decided here, once, by the target's number format. In fp32 on a CPU they
+agree but for rounding, so the bounds are tight. In bf16 every kernel rounds in its own way: the order of two nearly
+equal logits may change, after which the cycles of an answer are cut elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from draftsmith.config import VerifyCommand
+from draftsmith.data.chat import render_prompt
+from draftsmith.data.prompts import read_prompts
+from draftsmith.errors import UserError
+from draftsmith.export.read import DrafterFolder
+from draftsmith.export.record import synthetic_prompts
+from draftsmith.readings import Decoder, Run
+from draftsmith.reference import Reference
+from draftsmith.targets import HFTarget
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How far two implementations may differ."""
+
+    logits: float
+    """Of a slot's logits, in standard deviations over the vocabulary."""
+    accept: float
+    """Of the accept length, relative."""
+    slot: float
+    """Of a slot's acceptance, absolute."""
+
+
+BOUNDS = {
+    torch.float32: Bounds(logits=2e-3, accept=0.02, slot=0.02),
+    torch.bfloat16: Bounds(logits=0.1, accept=0.1, slot=0.1),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is verified, and on which text."""
+
+    folder: DrafterFolder
+    target: HFTarget
+    decoder: Decoder
+    reference: Reference
+    prompts: list[Tensor]
+    max_new_tokens: int
+
+    @property
+    def bounds(self) -> Bounds:
+        return BOUNDS[self.target.head.dtype]
+
+    @property
+    def record_bounds(self) -> Bounds:
+        """Against what was recorded at export, perhaps in another number format."""
+        exact = self.folder.record is not None and self.folder.record["measured"]["dtype"] == "float32"
+        return self.bounds if exact else BOUNDS[torch.bfloat16]
+
+    @cached_property
+    def plain(self) -> list[list[int]]:
+        """The target's own greedy answers."""
+        return [self.decoder.greedy(prompt, self.max_new_tokens) for prompt in self.prompts]
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """The reference's; the last blocks of an answer shrink, as in our loop and in PyPI `dflash`."""
+        return [self.decoder.decode(self.reference, prompt, self.max_new_tokens) for prompt in self.prompts]
+
+    @cached_property
+    def whole_runs(self) -> list[Run]:
+        """The reference's with whole blocks to the end, as in vLLM."""
+        decode = self.decoder.decode
+        return [decode(self.reference, prompt, self.max_new_tokens, whole=True) for prompt in self.prompts]
+
+    def request(self, target: str) -> dict:
+        """What an engine is asked."""
+        return {
+            "drafter": str(self.folder.path.resolve()),
+            "target": str(Path(target).resolve()) if Path(target).is_dir() else target,
+            "prompts": [prompt.tolist() for prompt in self.prompts],
+            "max_new_tokens": self.max_new_tokens,
+            "eos_ids": sorted(self.target.eos_ids),
+            "block_size": self.reference.reading.block_size,
+            "dtype": str(self.target.head.dtype).removeprefix("torch."),
+        }
+
+    def num_equal(self, outputs: list[list[int]]) -> int:
+        """Outputs equal to plain decoding; in bf16 a first difference at a near tie counts as equal."""
+        number = 0
+        for prompt, plain, output in zip(self.prompts, self.plain, outputs, strict=True):
+            first = next((i for i, (a, b) in enumerate(zip(plain, output, strict=False)) if a != b), None)
+            if first is None:
+                number += len(plain) == len(output)
+            elif self.target.head.dtype != torch.float32:
+                text = torch.cat([prompt, prompt.new_tensor(plain[:first])])
+                number += self.decoder.is_near_tie(text, output[first])
+        return number
+
+
+def make_subject(command: VerifyCommand, folder: DrafterFolder, target: HFTarget) -> Subject:
+    """Prompts are those given, or those recorded with the export, or random text. Raises UserError or DataError."""
+    measured = (folder.record or {}).get("measured")
+    if command.limit < 1 or command.max_new_tokens < 1:
+        raise UserError("limit and max_new_tokens must be greater than 0")
+    limit = command.max_new_tokens
+    if command.prompts:
+        rows = read_prompts(Path(command.prompts), command.limit)
+        prompts = [
+            torch.from_numpy(
+                render_prompt(target.tokenizer, list(row.messages), tools=list(row.tools), arguments=row.arguments)
+            )
+            for row in rows
+        ]
+    elif measured:
+        prompts = [torch.tensor(answer["prompt"]) for answer in measured["answers"]]
+        if max(int(prompt.max()) for prompt in prompts) >= target.config.vocab_size:
+            raise UserError(
+                f"the prompts recorded in {folder.path} are not of this target's vocabulary; give --prompts"
+            )
+        limit = measured["max_new_tokens"]
+    else:
+        prompts = synthetic_prompts(target, command.limit)
+    return Subject(
+        folder=folder,
+        target=target,
+        decoder=Decoder(target),
+        reference=Reference.from_folder(folder.path, target.device),
+        prompts=[prompt.to(target.device) for prompt in prompts],
+        max_new_tokens=limit,
+    )
+
+
+def pooled(cycles: list[list[int]]) -> float:
+    """All committed tokens over all cycles."""
+    numbers = [n for answer in cycles for n in answer]
+    return sum(numbers) / max(1, len(numbers))
+
+
+def accept_by_slot(accepted: list[list[int]], block_size: int) -> list[float]:
+    """Share of cycles in which slot k was accepted."""
+    numbers = [n for answer in accepted for n in answer]
+    return [sum(n >= slot for n in numbers) / max(1, len(numbers)) for slot in range(1, block_size)]
