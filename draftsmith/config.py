@@ -52,14 +52,24 @@ class DataOptions:
     """Answers of a conversation that are supervised."""
     min_supervised: float = 0.01
     """Refuse a set of whose tokens a smaller share is supervised."""
+    overlap: Literal["warn", "drop", "ignore"] = "warn"
+    """Training rows that share 13 tokens in a row with what a user says in evaluation.prompts: warn, leave them out of
+    training, or do not look."""
     processes: int = 1
     """Processes of `prepare`. The result is the same for any number."""
     prepared: str = ""
     """Folder of the tokenised set: the output of `prepare`, the input of `train`."""
+    mix: tuple[str, ...] = ()
+    """What `train` reads instead of `prepared`: FOLDER or FOLDER=WEIGHT, several. An epoch sees each row of a folder
+    WEIGHT times: 2 is twice, 0.25 once in four epochs."""
+    caps: tuple[str, ...] = ()
+    """TAG=ROWS or TAG=TOKENStokens: an epoch sees no more of the rows that carry the tag, and each epoch others."""
     max_length: int = 4096
     """Longest conversation in tokens."""
-    overlong: Literal["refuse", "cut"] = "refuse"
-    """A conversation longer than max_length (or than a pack): refuse the run, or cut it and count it."""
+    overlong: Literal["refuse", "cut", "split"] = "refuse"
+    """A conversation longer than max_length (or than a pack): refuse the run, cut it and count it, or split it."""
+    split_context: int | None = None
+    """Tokens of each later piece that are context, not supervised there. None: a quarter of the piece."""
     workers: int = 1
     """Loader processes. The packs are the same for any number, 0 included."""
 

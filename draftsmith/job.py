@@ -17,8 +17,10 @@ from draftsmith.capture import captured_features
 from draftsmith.checkpoint import Checkpoint, load
 from draftsmith.compile import compile_layers
 from draftsmith.config import Recipe
-from draftsmith.data.dataset import PreparedDataset, open_prepared, tokenizer_fingerprint
-from draftsmith.data.loader import PackBuilder, make_schedule, pack_stream
+from draftsmith.data.dataset import tokenizer_fingerprint
+from draftsmith.data.loader import PackBuilder, pack_stream
+from draftsmith.data.mixture import TrainingSet
+from draftsmith.data.plan import Plan, make_plan
 from draftsmith.data.prompts import read_prompts
 from draftsmith.drafters import DRAFTERS, DFlashDrafter
 from draftsmith.drafters.dflash import misfits
@@ -30,7 +32,7 @@ from draftsmith.packing import Schedule
 from draftsmith.randomness import keyed_seed
 from draftsmith.run import RunFolder, refuse_other_recipe
 from draftsmith.targets import TARGETS, Target
-from draftsmith.targets.hf import choose_mask_token
+from draftsmith.targets.hf import choose_mask_token, load_tokenizer
 from draftsmith.telemetry import Console
 from draftsmith.types import Features, Pack
 from draftsmith.visibility import TILE
@@ -64,19 +66,10 @@ def build_job(recipe: Recipe, console: Console) -> Job:
     device = choose_device(recipe.device)
     if device.type == "cuda":
         check_tiles(recipe)
-    dataset = open_prepared(recipe.data.prepared)
-    prompts = (
-        read_prompts(Path(recipe.evaluation.prompts), recipe.evaluation.limit) if recipe.evaluation.prompts else []
-    )
-    schedule, num_cut = make_schedule(
-        dataset,
-        recipe.pack,
-        cut=recipe.data.overlong == "cut",
-        packs_per_step=recipe.optim.packs_per_step,
-        epochs=recipe.optim.epochs,
-        steps=recipe.optim.steps,
-        seed=recipe.seed,
-    )
+    data, path = recipe.data, recipe.evaluation.prompts
+    prompts = read_prompts(Path(path)) if path else []
+    plan = make_plan(data, recipe.pack, recipe.optim, recipe.seed, prompts, load_tokenizer(recipe.target))
+    dataset, schedule, prompts = plan.dataset, plan.schedule, prompts[: recipe.evaluation.limit]
     target = TARGETS["hf"](recipe.target, device, recipe.drafter.num_layers)
     tokenizer_hash = tokenizer_fingerprint(target.tokenizer)
     _check_tokenizer(dataset, tokenizer_hash)
@@ -86,10 +79,10 @@ def build_job(recipe: Recipe, console: Console) -> Job:
     torch.manual_seed(keyed_seed("weights", recipe.seed) >> 1)
     drafter = drafter_class(config).to(device=device, dtype=target.head.dtype).train()
     builder = PackBuilder(dataset, recipe.pack, block_shape(recipe, config), recipe.seed)
-    _introduce(recipe, dataset, schedule, drafter, num_cut, mask, console)
+    _introduce(recipe, plan, drafter, mask, console)
     if recipe.init and not any((Path(recipe.run) / "checkpoints").glob("step-*")):
         warm_start(drafter, Path(recipe.init))  # before the run folder exists, so that a mistake leaves none behind
-    prints = {"data": dataset.fingerprint, "target": target.fingerprint, "tokenizer": tokenizer_hash}
+    prints = {"data": plan.fingerprint, "target": target.fingerprint, "tokenizer": tokenizer_hash}
     run = RunFolder(recipe, prints, console.warn)
     try:
         return _assemble(recipe, run, device, target, builder, schedule, drafter, prompts, console)
@@ -137,8 +130,8 @@ def _assemble(
 def check_recipe(recipe: Recipe) -> None:
     """Combinations that cannot work, or options that would have no effect. Raises UserError."""
     optim, pack = recipe.optim, recipe.pack
-    if not recipe.data.prepared:
-        raise UserError("data.prepared is not given; make it with `draftsmith prepare`")
+    if not recipe.data.prepared and not recipe.data.mix:
+        raise UserError("data.prepared is not given, nor data.mix; make a prepared folder with `draftsmith prepare`")
     if (optim.noise == "none") != (optim.noise_scale == 0):
         raise UserError(
             f"optim.noise is {optim.noise!r} and optim.noise_scale is {optim.noise_scale}; give both or neither"
@@ -234,10 +227,10 @@ def _check_names(drafter: DFlashDrafter, weights: dict[str, Tensor], folder: Pat
         raise UserError(f"the drafter in {folder} does not fit this recipe: {'; '.join(wrong[:5])}")
 
 
-def _check_tokenizer(dataset: PreparedDataset, tokenizer_hash: str) -> None:
-    if dataset.manifest["inputs"]["tokenizer"] != tokenizer_hash:
+def _check_tokenizer(dataset: TrainingSet, tokenizer_hash: str) -> None:
+    if dataset.parts[0].dataset.manifest["inputs"]["tokenizer"] != tokenizer_hash:
         raise UserError(
-            "data.prepared was made with another tokenizer or chat template than the target's; "
+            f"{dataset.parts[0].name} was made with another tokenizer or chat template than the target's; "
             "run `draftsmith prepare` again with this target"
         )
 
@@ -253,8 +246,9 @@ def _compile(recipe: Recipe, target: Target, drafter: DFlashDrafter, device: tor
     return True
 
 
-def _introduce(recipe, dataset, schedule, drafter, num_cut: int, mask: int, console: Console) -> None:
+def _introduce(recipe: Recipe, plan: Plan, drafter: DFlashDrafter, mask: int, console: Console) -> None:
     """Say what was understood; nothing that matters happens silently."""
+    dataset, schedule = plan.dataset, plan.schedule
     tokens, anchors = schedule.fill()
     trained = sum(p.numel() for p in drafter.parameters())
     config = drafter.config
@@ -266,8 +260,10 @@ def _introduce(recipe, dataset, schedule, drafter, num_cut: int, mask: int, cons
         f"data: {len(dataset):,} samples, {int(schedule.lengths.sum()):,} tokens; packs of {recipe.pack.tokens:,} "
         f"tokens filled to {tokens:.1%}, anchor slots to {anchors:.1%}; {schedule.num_steps} steps"
     )
-    if num_cut:
-        console.warn(f"{num_cut} samples are cut to pack.tokens = {recipe.pack.tokens}")
+    for line in plan.remarks:
+        console.say(line)
+    for line in plan.warnings:
+        console.warn(line)
     occurrences = dataset.count_token(mask)
     if occurrences:
         console.warn(f"mask token {mask} occurs {occurrences} times in the data; choose one that never does")

@@ -86,6 +86,8 @@ def prepare(command: config.PrepareCommand) -> None:
 
 def preview(command: config.PreviewCommand) -> None:
     console = Console()
+    if command.data.mix and not command.data.prepared:
+        raise UserError(f"preview shows one prepared folder; give --data.prepared {command.data.mix[0].split('=')[0]}")
     dataset, tokenizer = open_prepared(command.data.prepared), load_tokenizer(command.target)
     console.show(statistics(dataset))
     for row in preview_rows(dataset, tokenizer, command.rows, colour=console.colour):

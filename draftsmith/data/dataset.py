@@ -12,7 +12,7 @@ import hashlib
 import json
 import shutil
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Int
+import pyarrow.compute as pc
+from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from draftsmith.anchors import legal_anchors
@@ -161,9 +162,22 @@ class PreparedDataset:
     def ids(self) -> list[str]:
         return self._columns.ids.to_pylist()
 
+    def tagged(self, tag: str) -> Bool[np.ndarray, " num"]:
+        """Which rows carry the tag."""
+        found = [np.zeros(len(chunk), bool) for chunk in self._columns.tags.chunks]
+        for rows, chunk in zip(found, self._columns.tags.chunks, strict=True):
+            rows[
+                pc.list_parent_indices(chunk).to_numpy()[pc.equal(chunk.flatten(), tag).to_numpy(zero_copy_only=False)]
+            ] = True
+        return np.concatenate(found)
+
     def count_token(self, token: int) -> int:
         """How often a token occurs in the whole set."""
-        return sum(int((values == token).sum()) for values in self._columns.tokens.values)
+        return sum(int((values == token).sum()) for values, _ in self.token_chunks())
+
+    def token_chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """All tokens in order, many rows at a time, and where each of those rows begins and the last one ends."""
+        yield from zip(self._columns.tokens.values, self._columns.tokens.offsets, strict=True)
 
     def __len__(self) -> int:
         return self.manifest["counts"]["kept"]

@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader, Dataset
 from draftsmith.anchors import BlockShape, build_blocks, draw_anchors, legal_anchors
 from draftsmith.config import PackOptions
 from draftsmith.data.dataset import PreparedDataset
+from draftsmith.data.mixture import TrainingSet
 from draftsmith.errors import DataError, UserError
-from draftsmith.packing import Schedule, count_anchors
+from draftsmith.packing import Mix, Schedule, count_anchors
 from draftsmith.types import Pack, Sample
 
 
@@ -38,7 +39,7 @@ class PackOrder:
 class PackBuilder(Dataset):
     """Builds packs; `builder[order]` is the pack. Cheap to send to a worker."""
 
-    dataset: PreparedDataset
+    dataset: PreparedDataset | TrainingSet
     options: PackOptions
     shape: BlockShape
     seed: int
@@ -105,7 +106,7 @@ def _cut(sample: Sample, num_tokens: int) -> Sample:
 
 
 def make_schedule(
-    dataset: PreparedDataset,
+    dataset: PreparedDataset | TrainingSet,
     options: PackOptions,
     *,
     cut: bool,
@@ -113,6 +114,7 @@ def make_schedule(
     epochs: int,
     steps: int | None,
     seed: int,
+    mix: Mix | None = None,
 ) -> tuple[Schedule, int]:
     """The run's schedule, and how many samples are cut to the pack's budget.
 
@@ -124,7 +126,7 @@ def make_schedule(
         worst = int(too_long[lengths[too_long].argmax()])
         raise DataError(
             f"{len(too_long)} samples are longer than pack.tokens {options.tokens} (longest: {int(lengths[worst])} "
-            f"tokens, id {dataset[worst].id}); raise pack.tokens, or set data.overlong to 'cut'"
+            f"tokens, id {dataset[worst].id}); raise pack.tokens, or set data.overlong to 'cut' or 'split'"
         )
     if len(too_long):
         lengths, legal = lengths.copy(), legal.copy()
@@ -151,6 +153,7 @@ def make_schedule(
         epochs=epochs,
         steps=steps,
         seed=seed,
+        mix=mix,
     )
     return schedule, len(too_long)
 
