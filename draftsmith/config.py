@@ -283,6 +283,10 @@ class RegenerateCommand:
 class PrepareCommand:
     """Render conversations with the target's chat template, tokenise, mark what is supervised, store."""
 
+    check_target: int = 0
+    """Then compare the supervised tokens of so many rows with the target's own first choice (reads its weights)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where check_target runs the target."""
     target: TargetOptions = field(default_factory=TargetOptions)
     data: DataOptions = field(default_factory=DataOptions)
 

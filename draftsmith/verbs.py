@@ -36,6 +36,7 @@ from draftsmith.export.record import synthetic_prompts
 from draftsmith.export.serve import serve_commands, vllm_remarks
 from draftsmith.findings import CheckFailed, conclude
 from draftsmith.job import choose_device
+from draftsmith.on_policy import check_target, describe_agreement
 from draftsmith.preview import (
     BlockRow,
     PageRow,
@@ -73,6 +74,8 @@ def regenerate(command: config.RegenerateCommand) -> None:
 
 def prepare(command: config.PrepareCommand) -> None:
     console = Console()
+    if command.check_target < 0:
+        raise UserError(f"check_target is {command.check_target}; give the number of rows to look at, or 0")
     tokenizer = load_tokenizer(command.target)
     prepare_set(
         tokenizer,
@@ -81,6 +84,13 @@ def prepare(command: config.PrepareCommand) -> None:
         console.say,
         end_ids=end_ids(command.target, tokenizer),
     )
+    if command.check_target:
+        target = load_target(command.target, choose_device(command.device))
+        found = check_target(open_prepared(command.data.prepared), target, command.check_target, console.say)
+        lines, warnings = describe_agreement(found)
+        console.say("\n".join(lines))
+        for line in warnings:
+            console.warn(line)
     console.say(f"next: draftsmith preview --target.path {command.target.path} --data.prepared {command.data.prepared}")
 
 
