@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
+import multiprocessing
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain, islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -27,10 +28,11 @@ from draftsmith.anchors import legal_anchors
 from draftsmith.config import DataOptions
 from draftsmith.data.chat import Rendered, Style, check_served, render
 from draftsmith.data.forms import Conversation, Form, choose_form, parse_row, read_row
+from draftsmith.data.pieces import PieceEncoder
+from draftsmith.data.seen import Seen
 from draftsmith.data.sources import Row
 from draftsmith.data.template import check_arguments
 from draftsmith.errors import DataError, EnvironmentFault
-from draftsmith.types import Sample
 
 ROWS = 64
 """Rows of one batch."""
@@ -51,17 +53,28 @@ class Job:
     cut: bool
     """Cut longer samples; otherwise their row is bad."""
 
+    @cached_property
+    def encoder(self) -> PieceEncoder:
+        """Of this process."""
+        template = self.tokenizer.chat_template or ""
+        return PieceEncoder(self.tokenizer, template if isinstance(template, str) else json.dumps(template))
+
 
 class Part(NamedTuple):
-    """One sample of a row."""
+    """One sample of a row, ready to be stored: a process that renders does all that needs no other row."""
 
     id: str
+    tags: tuple[str, ...]
     tokens: Int[np.ndarray, " n"]
+    """int32"""
     supervised: Bool[np.ndarray, " n"]
+    num_supervised: int
     num_legal: int
     cut: bool
     dropped: str
     """Why it is left out; empty if it is kept."""
+    digest: bytes
+    """SHA-256 of all that is stored of it."""
 
 
 class Outcome(NamedTuple):
@@ -72,11 +85,14 @@ class Outcome(NamedTuple):
     id: str = ""
     digest: bytes = b""
     """Of its content."""
-    tags: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     parts: tuple[Part, ...] = ()
     bad: str = ""
     """Why it cannot be used; empty if it can."""
+
+
+NUMBERS = ("rows_in", "kept", "extra", "cut", "tokens", "supervised", "legal", "longest")
+COUNTERS = ("dropped", "tags", "ignored")
 
 
 @dataclass
@@ -98,11 +114,25 @@ class Tally:
     tags: Counter = field(default_factory=Counter)
     ignored: Counter = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
-    content: hashlib._Hash = field(default_factory=hashlib.sha256)
-    seen: dict[str, bytes] = field(default_factory=dict)
-    """By id, 8 bytes of its content's hash and the number of its row; small, as there may be millions."""
+    content: bytes = bytes(32)
+    """SHA-256 of the one before the last sample and of the last sample's digest: of all of them, in order."""
+    seen: Seen = field(default_factory=Seen)
 
-    def take(self, outcome: Outcome) -> list[Sample]:
+    @classmethod
+    def restored(cls, state: dict, bad: list[dict], max_bad_rows: int) -> Tally:
+        """The tally whose `state()` this is; `notes` come again as the rows are passed over."""
+        tally = cls(max_bad_rows=max_bad_rows, bad=bad, content=bytes.fromhex(state["content"]))
+        for name in COUNTERS:
+            setattr(tally, name, Counter(state[name]))
+        for name in NUMBERS:
+            setattr(tally, name, state[name])
+        return tally
+
+    def state(self) -> dict:
+        """All but `bad`, `notes` and `seen`, for the journal."""
+        return {name: vars(self)[name] for name in NUMBERS + COUNTERS} | {"content": self.content.hex()}
+
+    def take(self, outcome: Outcome) -> list[Part]:
         """Tallies a row; returns its samples that are kept. DataError at one bad row too many."""
         self.rows_in += 1
         self.ignored.update(outcome.ignored)
@@ -124,8 +154,8 @@ class Tally:
                 continue
             if part.id != outcome.id and (clash := self._is_duplicate(part.id, outcome)[1]):
                 raise DataError(f"{outcome.place}: {clash}")
-            kept.append(Sample(id=part.id, tokens=part.tokens, supervised=part.supervised, tags=outcome.tags))
-            self._keep(kept[-1], part)
+            kept.append(part)
+            self._keep(part)
         return kept
 
     def counts(self) -> dict:
@@ -170,24 +200,23 @@ class Tally:
 
     def _is_duplicate(self, identifier: str, outcome: Outcome) -> tuple[bool, str]:
         """True for an exact duplicate of an earlier row; and what is wrong when only the id is the same."""
-        mine = outcome.digest + struct.pack("<Q", self.rows_in)
-        before = self.seen.setdefault(identifier, mine)
-        if before[:8] != mine[:8]:
-            (row,) = struct.unpack("<Q", before[8:])
+        before = self.seen.add(identifier, outcome.digest, self.rows_in)
+        if before is None:
+            return False, ""
+        digest, row = before
+        if digest != outcome.digest:
             return False, f"id {identifier!r} is row {row}'s too, whose content differs; ids must be unique"
-        return before != mine, ""
+        return row != self.rows_in, ""
 
-    def _keep(self, sample: Sample, part: Part) -> None:
+    def _keep(self, part: Part) -> None:
         self.kept += 1
         self.cut += part.cut
-        self.tokens += len(sample.tokens)
-        self.supervised += int(sample.supervised.sum())
+        self.tokens += len(part.tokens)
+        self.supervised += part.num_supervised
         self.legal += part.num_legal
-        self.longest = max(self.longest, len(sample.tokens))
-        self.tags.update(sample.tags)
-        self.content.update(json.dumps([sample.id, sample.tags, len(sample.tokens)]).encode())
-        self.content.update(sample.tokens.astype("<i4").tobytes())
-        self.content.update(sample.supervised.tobytes())
+        self.longest = max(self.longest, len(part.tokens))
+        self.tags.update(part.tags)
+        self.content = hashlib.sha256(self.content + part.digest).digest()
 
 
 def outcomes(rows: Iterator[Row], job: Job, processes: int) -> Iterator[Outcome]:
@@ -222,10 +251,12 @@ def _render_row(job: Job, row: Row) -> Outcome:
         conversation = read_row(parse_row(row.value), row.number, job.form)
         check_arguments(conversation.arguments)
         style = replace(job.style, arguments={**job.style.arguments, **conversation.arguments})
-        found = _render(job.tokenizer, conversation, style, check=row.number <= CHECKED)
+        job.encoder.forget()
+        found = _render(job, conversation, style, check=row.number <= CHECKED)
         several = len(found) > 1
         ids = [f"{conversation.id}#{one.last + 1}" if several else conversation.id for one in found]
-        parts = tuple(_part(job, name, one) for name, one in zip(ids, found, strict=True))
+        tags = conversation.tags
+        parts = tuple(_part(job, name, tags, one) for name, one in zip(ids, found, strict=True))
     except DataError as error:
         return Outcome(place=row.place, number=row.number, bad=str(error))
     return Outcome(
@@ -233,13 +264,13 @@ def _render_row(job: Job, row: Row) -> Outcome:
         number=row.number,
         id=conversation.id,
         digest=hashlib.blake2b(conversation.content.encode(), digest_size=8).digest(),
-        tags=conversation.tags,
         ignored=conversation.ignored,
         parts=parts,
     )
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, row: Conversation, style: Style, *, check: bool) -> list[Rendered]:
+def _render(job: Job, row: Conversation, style: Style, *, check: bool) -> list[Rendered]:
+    tokenizer = job.tokenizer
     if row.text is not None:
         ids = np.array(tokenizer(row.text, verbose=False)["input_ids"], dtype=np.int64)
         added = len(ids) - len(tokenizer(row.text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -249,15 +280,16 @@ def _render(tokenizer: PreTrainedTokenizerBase, row: Conversation, style: Style,
         if max(row.tokens) >= len(tokenizer):
             raise DataError(f"token {max(row.tokens)} is outside the tokenizer's {len(tokenizer)}")
         return [Rendered(np.array(row.tokens, dtype=np.int64), np.array(row.mask, dtype=bool), -1)]
-    found = render(tokenizer, row.messages, style, tools=row.tools, finish=row.finish, served=row.served)
+    more = {"finish": row.finish, "served": row.served, "encode": job.encoder.encode}
+    found = render(tokenizer, row.messages, style, tools=row.tools, **more)
     if check and not row.served:
         for one in found:
             check_served(tokenizer, row.messages, style, one, row.tools)
     return found
 
 
-def _part(job: Job, name: str, rendered: Rendered) -> Part:
-    tokens, supervised, _ = rendered
+def _part(job: Job, name: str, tags: tuple[str, ...], rendered: Rendered) -> Part:
+    tokens, supervised = rendered.tokens.astype(np.int32), rendered.supervised
     dropped, cut = "", len(tokens) > job.max_length
     if not supervised.any():
         dropped = "nothing supervised"
@@ -269,7 +301,20 @@ def _part(job: Job, name: str, rendered: Rendered) -> Part:
             )
         tokens, supervised = tokens[: job.max_length], supervised[: job.max_length]
         dropped = "" if supervised.any() else "nothing supervised within max_length"
-    return Part(name, tokens, supervised, len(legal_anchors(supervised)), cut and not dropped, dropped)
+    digest = hashlib.sha256(json.dumps([name, tags, len(tokens)]).encode())
+    digest.update(tokens.astype("<i4").tobytes())
+    digest.update(supervised.tobytes())
+    return Part(
+        id=name,
+        tags=tags,
+        tokens=tokens,
+        supervised=supervised,
+        num_supervised=int(supervised.sum()),
+        num_legal=len(legal_anchors(supervised)),
+        cut=cut and not dropped,
+        dropped=dropped,
+        digest=digest.digest(),
+    )
 
 
 _WORK: dict[str, Job] = {}
@@ -288,17 +333,34 @@ def _in_processes(batches: Iterator[list[Row]], job: Job, processes: int) -> Ite
     # Spawned: a fork of a process in which torch and the tokenizer have threads may hang.
     pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_start, initargs=(job,))
     waiting: deque[Future[list[Outcome]]] = deque()
+    started = False
     try:
         for batch in batches:
             waiting.append(pool.submit(_work, batch))
             if len(waiting) >= 4 * processes:  # bounded, so that memory is
                 yield waiting.popleft().result()
+                started = True
         while waiting:
             yield waiting.popleft().result()
+            started = True
     except BrokenProcessPool as error:
-        raise EnvironmentFault("a process that renders rows was killed, perhaps for want of memory") from error
+        raise EnvironmentFault(KILLED if started else f"{KILLED}; {UNGUARDED}") from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+KILLED = "a process that renders rows was killed, perhaps for want of memory"
+UNGUARDED = (
+    "if this is a script of your own, each process runs it once more from the top: put what it does, `prepare` "
+    "included, under `if __name__ == '__main__':`, or use one process"
+)
+
+
+def leave_if_only_imported() -> None:
+    """Ends a process that was started to render rows and calls `prepare` itself, as its main script has no guard."""
+    # multiprocessing sets this while it runs the main script again in a new process.
+    if vars(multiprocessing.current_process()).get("_inheriting"):
+        raise SystemExit(1)
 
 
 def write_bad_rows(tally: Tally, folder: Path, report: Callable[[str], None]) -> None:
@@ -306,7 +368,7 @@ def write_bad_rows(tally: Tally, folder: Path, report: Callable[[str], None]) ->
     if not tally.bad:
         return
     lines = [json.dumps(bad, ensure_ascii=False) + "\n" for bad in tally.bad]
-    (folder / "bad_rows.jsonl").write_text("".join(lines), encoding="utf-8")
+    (folder / "bad_rows.jsonl").write_bytes("".join(lines).encode("utf-8", "backslashreplace"))
     reasons = Counter(bad["reason"].split(":")[0][:80] for bad in tally.bad)
     for reason, count in reasons.most_common(5):
         report(f"{count} bad rows: {reason} (bad_rows.jsonl has them all)")

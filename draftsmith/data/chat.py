@@ -20,7 +20,7 @@ exactly what a server was sent when the stretch was written.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -94,15 +94,17 @@ def render(
     tools: list[dict] | None = None,
     finish: str = "stop",
     served: Mapping[int, tuple[list[int] | None, list[int]]] | None = None,
+    encode: Callable[[str], list[int]] | None = None,
 ) -> list[Rendered]:
     """The samples of a conversation: one, or several where the template rewrites what came before.
 
     `finish` says how the last answer ended (see FINISHES). `served`: by message, the ids of the prompt and of the
     answer as a server gave them; a prompt that we render otherwise is refused, the answer's ids are taken as they are.
+    `encode`: the tokenizer's ids of a text, if there is a faster way to them (`PieceEncoder`).
 
     UserError without a chat template; DataError when the messages, or what the template makes of them, cannot be used.
     """
-    template = Template(tokenizer, tools, style.arguments)
+    template = Template(tokenizer, tools, style.arguments, encode)
     check_messages(messages)
     if finish not in FINISHES:
         raise DataError(f"finish is {finish!r}; it may be {', '.join(FINISHES)}")

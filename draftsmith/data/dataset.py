@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import date
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,32 +24,18 @@ import pyarrow.compute as pc
 from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from draftsmith.anchors import legal_anchors
 from draftsmith.config import DataOptions
 from draftsmith.data import store
-from draftsmith.data.build import Job, Tally, find_form, outcomes, write_bad_rows
+from draftsmith.data.build import Job, find_form, leave_if_only_imported, outcomes, write_bad_rows
 from draftsmith.data.chat import Style, default_style
+from draftsmith.data.shards import Build, write_description
 from draftsmith.data.sources import Source, open_source
 from draftsmith.data.template import check_arguments, require_template
 from draftsmith.errors import DataError, UserError
 from draftsmith.types import Sample
 
-BATCH = 256
-"""Rows of one Arrow record batch."""
 PROGRESS = 5_000
 """Rows between two progress reports."""
-SHARD = "500MB"
-"""A set is cut into Arrow files of about this size."""
-
-COLUMNS = pa.schema(
-    {
-        "id": pa.string(),
-        "tokens": pa.list_(pa.int32()),
-        "supervised": pa.list_(pa.uint8()),  # a byte each: bits would have to be unpacked at every read
-        "tags": pa.list_(pa.string()),
-        "num_legal": pa.int32(),
-    }
-)
 
 
 def prepare(
@@ -63,10 +49,12 @@ def prepare(
     """Tokenise `options.conversations` into the folder `options.prepared`; returns its manifest.
 
     A folder made from the same rows, tokenizer, template and options is reused; another one of ours is replaced, at
-    once and only after success. `report` gets one line at a time. `end_ids`: end-of-turn tokens, if not just eos.
+    once and only after success. A run that was killed goes on from its last finished file. `report` gets one line at
+    a time. `end_ids`: end-of-turn tokens, if not just eos.
 
     DataError names file, line and reason for whatever cannot be used, and refuses a set with hardly any supervision.
     """
+    leave_if_only_imported()
     folder = _check(options)
     if options.form not in ("text", "tokens"):  # these are not rendered
         require_template(tokenizer)
@@ -74,18 +62,23 @@ def prepare(
     source = open_source(
         options.conversations, subset=options.subset, split=options.split, revision=options.revision or ""
     )
+    before = source.state()
     inputs = _inputs(tokenizer, tokenizer_hash, options, style, source, end_ids)
     if store.recover(folder):
         report(f"{folder}: put back after an interrupted replacement")
     if (old := store.read_manifest(folder)) is not None:
         changed = store.changes(old, inputs, folder) or _too_poor(old["counts"], options)
         if not changed:
+            store.tidy(folder)
             report(f"reusing {folder}: same conversations, tokenizer, chat template and options ({store.summary(old)})")
             return old
         report(f"rebuilding {folder}: {'; '.join(changed)}")
     with store.claim(folder) as partial:
-        tally, form = _build(tokenizer, source, options, style, partial, report)
-        tally.refuse_useless(source.name, options.min_supervised)
+        build = Build(partial, inputs, options.max_bad_rows)
+        form = _fill(build, tokenizer, source, options, style, report)
+        build.tally.refuse_useless(source.name, options.min_supervised)
+        source.refuse_changed(before)
+        tally = build.tally
         manifest = {
             "conversations": source.name,
             "form": form,
@@ -93,9 +86,11 @@ def prepare(
             "counts": tally.counts(),
             "notes": tally.notes,
             "ignored_keys": dict(tally.ignored),
-            "content_hash": tally.content.hexdigest(),
+            "content_hash": tally.content.hex(),
         }
-        manifest = store.publish(partial, folder, manifest)
+        write_description(build.set, build.shards, manifest["content_hash"])
+        write_bad_rows(tally, build.set, report)
+        manifest = store.publish(build.set, folder, manifest, {shard.name: shard.sha256 for shard in build.shards})
     for key, count in tally.ignored.items():
         report(f"key {key!r} of {count} rows means nothing here and was passed over")
     for note in tally.notes:
@@ -242,51 +237,30 @@ def _map(folder: Path, manifest: dict) -> _Mapped:
     return _Mapped(table["id"], tokens, _Lists(table["supervised"]), table["tags"], lengths, legal_counts)
 
 
-def _build(
+def _fill(
+    build: Build,
     tokenizer: PreTrainedTokenizerBase,
     source: Source,
     options: DataOptions,
     style: Style,
-    partial: Path,
     report: Callable[[str], None],
-) -> tuple[Tally, str]:
-    """Writes the Arrow folder into `partial`, rows in the order of the source. Returns the form of the rows too."""
-    # Imported here because it takes longer than all else, and loader workers do not need it.
-    from datasets import Dataset
-    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    tally = Tally(max_bad_rows=options.max_bad_rows)
+) -> str:
+    """Writes the rows of the source, in its order, from where an earlier build was killed. Returns their form."""
+    tally, begun = build.tally, build.tally.rows_in
     form, rows = find_form(source.rows(tally.notes.append), options)
     if form is None:
-        return tally, ""
+        return ""
     report(f"{source.name}: rows of the form {form}" + ("" if options.form != "auto" else ", as the first row shows"))
+    if begun:
+        report(f"going on after {begun} rows ({len(build.shards)} finished files) of an interrupted run")
+        next(islice(rows, begun, begun), None)
     job = Job(tokenizer=tokenizer, style=style, form=form, max_length=options.max_length, cut=options.overlong == "cut")
-    # save_to_disk copies from a file elsewhere, so that no set has to fit into memory.
-    scratch = partial / "scratch" / "rows.arrow"
-    scratch.parent.mkdir()
-    with pa.ipc.new_stream(str(scratch), COLUMNS) as stream:
-        batch: list[Sample] = []
-        for outcome in outcomes(rows, job, options.processes):
-            batch += tally.take(outcome)
-            if len(batch) >= BATCH:
-                stream.write_batch(_record_batch(batch))
-                batch = []
-            if tally.rows_in % PROGRESS == 0:
-                report(f"{tally.rows_in} rows read, {tally.tokens} tokens kept")
-        if batch:
-            stream.write_batch(_record_batch(batch))
-    if tally.kept:
-        quiet = are_progress_bars_disabled()
-        disable_progress_bars()
-        Dataset.from_file(str(scratch)).save_to_disk(partial, max_shard_size=SHARD)
-        if not quiet:
-            enable_progress_bars()
-        state = partial / "state.json"  # datasets writes a random number there; the same rows are to be the same bytes
-        known = json.loads(state.read_text()) | {"_fingerprint": tally.content.hexdigest()[:16]}
-        state.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
-    shutil.rmtree(scratch.parent)
-    write_bad_rows(tally, partial, report)
-    return tally, str(form)
+    for outcome in outcomes(rows, job, options.processes):
+        build.add(tally.take(outcome))
+        if tally.rows_in % PROGRESS == 0:
+            report(f"{tally.rows_in} rows read, {tally.tokens} tokens kept")
+    build.finish()
+    return str(form)
 
 
 def _too_poor(counts: dict, options: DataOptions) -> list[str]:
@@ -295,20 +269,6 @@ def _too_poor(counts: dict, options: DataOptions) -> list[str]:
     poor = [f"it has {bad} bad rows, max_bad_rows is {options.max_bad_rows}"] if bad > options.max_bad_rows else []
     lean = share < options.min_supervised
     return poor + ([f"{share:.2%} are supervised, min_supervised is {options.min_supervised}"] if lean else [])
-
-
-def _record_batch(samples: list[Sample]) -> pa.RecordBatch:
-    ends = np.cumsum([0, *(len(sample.tokens) for sample in samples)]).astype(np.int32)
-    tokens = np.concatenate([sample.tokens for sample in samples]).astype(np.int32)
-    supervised = np.concatenate([sample.supervised for sample in samples]).astype(np.uint8)
-    columns = [
-        pa.array([sample.id for sample in samples], pa.string()),
-        pa.ListArray.from_arrays(ends, pa.array(tokens)),
-        pa.ListArray.from_arrays(ends, pa.array(supervised)),
-        pa.array([list(sample.tags) for sample in samples], pa.list_(pa.string())),
-        pa.array([len(legal_anchors(sample.supervised)) for sample in samples], pa.int32()),
-    ]
-    return pa.record_batch(columns, schema=COLUMNS)
 
 
 def _check(options: DataOptions) -> Path:

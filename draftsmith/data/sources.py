@@ -77,6 +77,16 @@ class Source:
         prints = [_fingerprint(file) for file in self.files]
         return prints[0] if len(prints) == 1 else hashlib.sha256(json.dumps(prints).encode()).hexdigest()
 
+    def state(self) -> list[tuple]:
+        """Of local files, what changes when somebody writes to them."""
+        stats = [os.stat(file) for file in self.files if "://" not in file]
+        return [(one.st_ino, one.st_size, one.st_mtime_ns) for one in stats]
+
+    def refuse_changed(self, before: list[tuple]) -> None:
+        """DataError if a file is not as it was when `state` gave `before`."""
+        if any(not os.path.exists(file) for file in self.files if "://" not in file) or self.state() != before:
+            raise DataError(f"{self.name} changed while it was read; run it again once it is complete")
+
     def rows(self, note: Callable[[str], None]) -> Iterator[Row]:
         """All rows in order; `note` is told what was found wrong without harm to a row."""
         if self.table is not None:

@@ -1,6 +1,6 @@
 """A prepared folder as a whole: whose it is, whether it is intact, and how a new one takes the place of an old one.
 
-At no moment is there half a folder at the place: the new one grows beside it, in `.NAME.partial`, and is renamed.
+At no moment is there half a folder at the place: the new one grows beside it, in `.NAME.partial/set`, and is renamed.
 A kill between the two renames of a replacement leaves the old one in `.NAME.replaced`, from where `recover` fetches it.
 """
 
@@ -12,13 +12,14 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from draftsmith.data.shards import file_hash, has_finished_files, sync, write_json
 from draftsmith.errors import DataError, UserError
 
 FORMAT = "draftsmith prepared conversations"
-SCHEMA = 2
+SCHEMA = 3
 """Raised whenever the same conversations would be stored in another way; older folders are then rebuilt."""
 MANIFEST = "manifest.json"
 SAMPLES, SAMPLE = 16, 65_536
@@ -55,14 +56,9 @@ def damage(manifest: dict, folder: Path, *, thorough: bool = False) -> str | Non
         file = folder / name
         if not file.is_file() or file.stat().st_size != known["size"]:
             return f"{name} is damaged or missing ({known['size']} bytes recorded)"
-        if _samples_hash(file) != known["samples"] or (thorough and _hash(file) != known["sha256"]):
+        if _samples_hash(file) != known["samples"] or (thorough and file_hash(file) != known["sha256"]):
             return f"{name} is damaged (its content is not what was written)"
     return None
-
-
-def _hash(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _samples_hash(file: Path) -> str:
@@ -111,13 +107,17 @@ def recover(folder: Path) -> bool:
     replaced = _beside(folder, "replaced")
     if folder.exists() or not replaced.exists():
         return False
-    replaced.rename(folder.resolve())
+    os.rename(replaced, folder.resolve())
     return True
 
 
 @contextmanager
 def claim(folder: Path) -> Iterator[Path]:
-    """An empty folder beside `folder`, for this process alone; gone afterwards, unless it was renamed."""
+    """The folder beside `folder` where it is built, for this process alone; what a killed build left is in it.
+
+    It is gone afterwards, whether `folder` was published or the data were refused; an interrupted build leaves what it
+    has finished.
+    """
     partial = _beside(folder, "partial")
     partial.mkdir(parents=True, exist_ok=True)
     handle = os.open(partial, os.O_RDONLY)
@@ -127,41 +127,50 @@ def claim(folder: Path) -> Iterator[Path]:
     except BlockingIOError as error:
         os.close(handle)
         raise UserError(f"{folder} is being prepared by another process; wait for it") from error
+    keep = False
     try:
-        for rest in partial.iterdir():
-            shutil.rmtree(rest) if rest.is_dir() else rest.unlink()
         yield partial
+    except BaseException as error:
+        keep = has_finished_files(partial) and not isinstance(error, DataError)
+        raise
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if not keep:
+            shutil.rmtree(partial, ignore_errors=True)
         os.close(handle)
 
 
-def publish(partial: Path, folder: Path, manifest: dict) -> dict:
-    """Completes and writes the manifest, then renames `partial` to `folder`; an older folder is deleted last.
+def tidy(folder: Path) -> None:
+    """Removes what a build that was killed after publishing left beside `folder`; not one that is to go on."""
+    partial = _beside(folder, "partial")
+    if partial.is_dir() and not (partial / "set").exists():
+        with suppress(UserError), claim(folder):  # another process may have begun with it
+            pass
 
-    Returns the complete manifest. DataError if by now something stands there that `prepare` did not make.
+
+def publish(built: Path, folder: Path, manifest: dict, hashes: dict[str, str]) -> dict:
+    """Completes and writes the manifest, then renames `built` to `folder`; an older folder is deleted last.
+
+    `hashes`: SHA-256 of files that are known already. Returns the complete manifest. DataError if by now something
+    stands there that `prepare` did not make.
     """
     read_manifest(folder)
     folder = folder.resolve()
+    (built / MANIFEST).unlink(missing_ok=True)
     files = {
-        file.name: {"size": file.stat().st_size, "sha256": _hash(file), "samples": _samples_hash(file)}
-        for file in sorted(partial.iterdir())
+        file.name: {
+            "size": file.stat().st_size,
+            "sha256": hashes.get(file.name) or file_hash(file),
+            "samples": _samples_hash(file),
+        }
+        for file in sorted(built.iterdir())
     }
     manifest = {"format": FORMAT, "schema": SCHEMA, **manifest, "files": files}
-    (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    for file in [*partial.iterdir(), partial]:
-        _sync(file)
+    write_json(built / MANIFEST, manifest)
     replaced = _beside(folder, "replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():
-        folder.rename(replaced)
-    partial.rename(folder)
-    _sync(folder.parent)
+        os.rename(folder, replaced)
+    os.rename(built, folder)
+    sync(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
     return manifest
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)

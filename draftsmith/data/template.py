@@ -34,8 +34,16 @@ def check_arguments(arguments: dict[str, Any]) -> None:
 class Template:
     """The chat template of `tokenizer`, given `tools` and `arguments` (enable_thinking and the like)."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: list[dict] | None, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: list[dict] | None,
+        arguments: dict[str, Any],
+        encode: Callable[[str], list[int]] | None = None,
+    ) -> None:
+        """`encode`: gives the ids of a text as `tokenizer` does, only faster."""
         require_template(tokenizer)
+        self._encode = encode
         self.tokenizer = tokenizer
         self.arguments = arguments
         self._tools: list[dict | Callable] | None = [*tools] if tools else None
@@ -63,6 +71,8 @@ class Template:
         return [(begin, end) for (begin, end), marked in pairs if marked]
 
     def encode(self, text: str) -> list[int]:
+        if self._encode is not None:
+            return self._encode(text)
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def places(self, text: str) -> list[int]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from draftsmith.config import DataOptions
-from draftsmith.data import build
+from draftsmith.data import build, shards
 from draftsmith.data.dataset import open_prepared, prepare, tokenizer_fingerprint
 from draftsmith.data.sources import Row
 from draftsmith.errors import DataError, EnvironmentFault, UserError
@@ -219,30 +219,30 @@ def test_plain_text_and_tokens_need_no_template(options):
 
 def test_damage_that_leaves_the_size_is_noticed(options):
     run(options)
-    path = Path(options.prepared) / "data-00000-of-00001.arrow"
+    path = Path(options.prepared) / "data-00000.arrow"
     whole = path.read_bytes()
     for place in (0, len(whole) // 2, len(whole) - 1):  # a small file is sampled as a whole
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with pytest.raises(DataError, match=r"arrow is damaged \(its content is not what was written\)"):
             open_prepared(options.prepared)
-    assert run(options)[1][0].startswith(f"rebuilding {options.prepared}: data-00000-of-00001.arrow is damaged")
+    assert run(options)[1][0].startswith(f"rebuilding {options.prepared}: data-00000.arrow is damaged")
 
 
 def test_a_change_between_the_samples_is_found_before_a_set_is_reused(options, monkeypatch):
     monkeypatch.setattr("draftsmith.data.store.SAMPLE", 16)
     run(options)
-    path = Path(options.prepared) / "data-00000-of-00001.arrow"
+    path = Path(options.prepared) / "data-00000.arrow"
     whole = path.read_bytes()
     path.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
     open_prepared(options.prepared)
-    assert run(options)[1][0].startswith(f"rebuilding {options.prepared}: data-00000-of-00001.arrow is damaged")
+    assert run(options)[1][0].startswith(f"rebuilding {options.prepared}: data-00000.arrow is damaged")
 
 
 def test_several_shards(options, monkeypatch):
     run(options)
     one = open_prepared(options.prepared)
-    monkeypatch.setattr("draftsmith.data.dataset.SHARD", "10KB")
-    monkeypatch.setattr("datasets.config.DEFAULT_MAX_BATCH_SIZE", 16)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 10_000)
+    monkeypatch.setattr(shards, "BATCH", 16)
     other = replace(options, prepared=options.prepared + "2")
     manifest, _ = run(other)
     several = open_prepared(other.prepared)

@@ -19,7 +19,7 @@ import pytest
 
 from draftsmith.config import DataOptions
 from draftsmith.data import dataset as module
-from draftsmith.data import store
+from draftsmith.data import shards, store
 from draftsmith.data.dataset import open_prepared, prepare, tokenizer_fingerprint
 from draftsmith.errors import DataError, UserError
 from tests.tiny import tiny_tokenizer
@@ -105,9 +105,8 @@ def test_several_record_batches(options, monkeypatch):
     run(options)
     whole = [open_prepared(options.prepared)[i] for i in range(23)]
     legal = open_prepared(options.prepared).legal_counts
-    monkeypatch.setattr(module, "BATCH", 4)
+    monkeypatch.setattr(shards, "BATCH", 4)
     monkeypatch.setattr(module, "PROGRESS", 10)
-    monkeypatch.setattr("datasets.config.DEFAULT_MAX_BATCH_SIZE", 5)
     again = replace(options, prepared=options.prepared + "2")
     manifest, lines = run(again)
     assert [line.split(",")[0] for line in lines[1:-1]] == ["10 rows read", "20 rows read"]
@@ -285,7 +284,7 @@ def change_schema(options, tokenizer):
 
 
 def change_file(options, tokenizer):
-    with open(os.path.join(options.prepared, "data-00000-of-00001.arrow"), "ab") as file:
+    with open(os.path.join(options.prepared, "data-00000.arrow"), "ab") as file:
         file.write(b"x")
     return options, {}
 
@@ -299,8 +298,8 @@ def change_file(options, tokenizer):
         (lambda options, _: (replace(options, max_length=100), {}), r": max_length changed \(4096 -> 100\)$"),
         (lambda options, _: (replace(options, overlong="cut"), {}), r": overlong changed \(refuse -> cut\)$"),
         (lambda options, _: (options, {"end_ids": [0, 2]}), ": end-of-turn tokens changed$"),
-        (change_schema, ": its format is version 0, now 2$"),
-        (change_file, r": data-00000-of-00001\.arrow is damaged or missing"),
+        (change_schema, ": its format is version 0, now 3$"),
+        (change_file, r": data-00000\.arrow is damaged or missing"),
     ],
 )
 def test_every_cache_miss_says_why(options, change, reason):
@@ -333,7 +332,7 @@ def test_opening_says_what_to_run(options, tmp_path):
         with pytest.raises(DataError, match="run `draftsmith prepare`"):
             open_prepared(folder)
     run(options)
-    os.truncate(os.path.join(options.prepared, "data-00000-of-00001.arrow"), 100)
+    os.truncate(os.path.join(options.prepared, "data-00000.arrow"), 100)
     with pytest.raises(DataError, match="damaged or missing .* run `draftsmith prepare`"):
         open_prepared(options.prepared)
 
