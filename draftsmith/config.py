@@ -189,6 +189,29 @@ class LogOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    processes: int | None = None
+    """Processes of this host, one for each GPU. None: all visible GPUs, 1 on a CPU. Not inside torchrun, which has
+    started them already."""
+    targets: int | None = None
+    """Layout split: target replicas. None: what the drafters leave."""
+    drafters: int | None = None
+    """Layout split: drafter processes. None: what the targets leave."""
+    target_ranks: int = 1
+    """Layout split: processes that share one target replica's weights (tensor parallel)."""
+    queue_depth: int = 2
+    """Layout split: packs that may be on their way from a target to a drafter."""
+    canonical: bool = False
+    """Sum gradients in a fixed tree over packs, so that 1, 2, 4, ... drafter processes give the same bits."""
+    max_restarts: int = 0
+    """Times that a run whose process died is started again from its last checkpoint."""
+    hang_seconds: float = 30.0
+    """A process that stays longer in one part of a step (and ten times longer than before) is taken for hung."""
+    trace: int = 0
+    """Write the spans of so many steps of all processes to RUN/trace.json (Chrome trace format)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RegenerateOptions:
     prompts: str = ""
     """JSONL of prompts ({"messages": [...]} or {"prompt": "..."} a line)."""
@@ -235,8 +258,9 @@ class Recipe:
     """Folder of the run: recipe, metrics, checkpoints, results."""
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    layout: Literal["colocated", "offline"] = "colocated"
-    """colocated: the target runs before each step. offline: it runs once for each sample; its features stay on disk."""
+    layout: Literal["colocated", "split", "offline"] = "colocated"
+    """colocated: every process runs the target before its step. split: target processes send features to drafter
+    processes (see pipeline). offline: the target runs once for each sample; its features stay on disk."""
     compile: Literal["auto", "off", "layer", "on"] = "auto"
     """What torch.compile sees: off (attention only), each layer of the drafter, or all of it. auto: all, on a GPU."""
     init: str = ""
@@ -252,6 +276,7 @@ class Recipe:
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
     log: LogOptions = field(default_factory=LogOptions)
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     regenerate: RegenerateOptions = field(default_factory=RegenerateOptions)
 
 

@@ -51,6 +51,7 @@ def demo(command: DemoCommand) -> None:
     ends = end_ids(recipe.target, tokenizer)
     prepare(tokenizer, tokenizer_fingerprint(tokenizer), recipe.data, console.say, end_ids=ends)
     results = train(recipe, console)
+    assert results is not None, "the demo is one process"
 
     console.say("a held-out question, answered with the drafter's help; accepted guesses are marked:")
     _show_sample(recipe, console)

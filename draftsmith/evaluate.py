@@ -24,6 +24,11 @@ from draftsmith.randomness import keyed_seed
 from draftsmith.targets import Target
 
 
+def is_due(step: int, every: int, num_steps: int) -> bool:
+    """Whether a thing that happens every so many steps, and at the end, happens after step number `step` (from 1)."""
+    return step == num_steps or step % every == 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A held-out prompt, rendered, and the target's own greedy answer to it."""

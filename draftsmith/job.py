@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, tee
 from pathlib import Path
 
 import torch
@@ -21,56 +23,84 @@ from draftsmith.data.dataset import tokenizer_fingerprint
 from draftsmith.data.loader import PackBuilder, pack_stream
 from draftsmith.data.mixture import TrainingSet
 from draftsmith.data.plan import Plan, make_plan
-from draftsmith.data.prompts import read_prompts
+from draftsmith.data.prompts import Prompt, read_prompts
 from draftsmith.drafters import DRAFTERS, DFlashDrafter
 from draftsmith.drafters.dflash import misfits
 from draftsmith.errors import UserError
 from draftsmith.evaluate import Case, make_cases
 from draftsmith.export.read import read_folder, refuse_other_conventions
+from draftsmith.features.wire import Receiver, receive_tensors
+from draftsmith.gradients import GradientSum
 from draftsmith.optim import MasterAdamW
 from draftsmith.packing import Schedule
 from draftsmith.randomness import keyed_seed
-from draftsmith.run import RunFolder, refuse_other_recipe
+from draftsmith.ranks import Ranks
+from draftsmith.roles import Delivery, Roles
+from draftsmith.run import RunFolder
 from draftsmith.targets import TARGETS, Target
-from draftsmith.targets.hf import choose_mask_token, load_tokenizer
+from draftsmith.targets.hf import choose_mask_token, load_tokenizer, read_config, tap_ids
+from draftsmith.targets.remote import RemoteTarget
 from draftsmith.telemetry import Console
 from draftsmith.types import Features, Pack
 from draftsmith.visibility import TILE
 
 SCALE_PACKS = 4  # packs from which the channels' sizes are estimated
 
+Source = Callable[[Pack], Features]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything the loop uses."""
+    """Everything the loop of a drafter rank uses."""
 
     recipe: Recipe
-    run: RunFolder
+    ranks: Ranks
+    run: RunFolder | None
+    """The run's folder, on rank 0."""
     device: torch.device
     target: Target
     builder: PackBuilder
     schedule: Schedule
+    deliveries: Iterator[Delivery]
+    """This rank's packs from the first step on, in its order."""
     source: Callable[[Pack], Features]
     drafter: DFlashDrafter
     optimizer: MasterAdamW
+    sums: GradientSum
     channel_size: Float[Tensor, " tap_hid"]
     """Root mean square of each feature channel."""
     compiled: bool
     cases: list[Case]
+    progress: dict
+    """What the last checkpoint says about progress; empty at the start of a run."""
 
 
-def build_job(recipe: Recipe, console: Console) -> Job:
-    """Build and check all parts; cheap checks first. Raises UserError or DataError with one clear message."""
-    check_recipe(recipe)
-    refuse_other_recipe(recipe)
-    device = choose_device(recipe.device)
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What every rank reads and checks before anything heavy is loaded."""
+
+    plan: Plan
+    prompts: list[Prompt]
+
+
+def read_inputs(recipe: Recipe, device: torch.device) -> Inputs:
+    """Cheap checks first. Raises UserError or DataError with one clear message."""
     if device.type == "cuda":
         check_tiles(recipe)
     data, path = recipe.data, recipe.evaluation.prompts
     prompts = read_prompts(Path(path)) if path else []
     plan = make_plan(data, recipe.pack, recipe.optim, recipe.seed, prompts, load_tokenizer(recipe.target))
-    dataset, schedule, prompts = plan.dataset, plan.schedule, prompts[: recipe.evaluation.limit]
-    target = TARGETS["hf"](recipe.target, device, recipe.drafter.num_layers)
+    return Inputs(plan=plan, prompts=prompts[: recipe.evaluation.limit])
+
+
+def build_job(recipe: Recipe, ranks: Ranks, console: Console) -> Job:
+    """Build and check all parts of a drafter rank. Raises UserError or DataError with one clear message."""
+    device, inputs = ranks.device, read_inputs(recipe, ranks.device)
+    plan, dataset = inputs.plan, inputs.plan.dataset
+    if ranks.roles.targets:
+        target, channel_size = receive_target(recipe, ranks)
+    else:
+        target, channel_size = TARGETS["hf"](recipe.target, device, recipe.drafter.num_layers), None
     tokenizer_hash = tokenizer_fingerprint(target.tokenizer)
     _check_tokenizer(dataset, tokenizer_hash)
     mask = choose_mask_token(target.tokenizer, target.config.vocab_size, recipe.drafter.mask_token_id)
@@ -83,48 +113,89 @@ def build_job(recipe: Recipe, console: Console) -> Job:
     if recipe.init and not any((Path(recipe.run) / "checkpoints").glob("step-*")):
         warm_start(drafter, Path(recipe.init))  # before the run folder exists, so that a mistake leaves none behind
     prints = {"data": plan.fingerprint, "target": target.fingerprint, "tokenizer": tokenizer_hash}
-    run = RunFolder(recipe, prints, console.warn)
+    run = RunFolder(recipe, prints, console.warn) if ranks.is_first else None
     try:
-        return _assemble(recipe, run, device, target, builder, schedule, drafter, prompts, console)
+        return _assemble(recipe, ranks, run, target, builder, inputs, drafter, channel_size, console)
     except BaseException:
-        run.close()
+        if run:
+            run.close()
         raise
 
 
 def _assemble(
-    recipe: Recipe, run: RunFolder, device, target: Target, builder, schedule, drafter, prompts, console
+    recipe: Recipe, ranks: Ranks, run: RunFolder | None, target: Target, builder, inputs: Inputs, drafter, size, console
 ) -> Job:
     """What depends on the run's state: features on disk, the drafter's weights, the optimizer."""
-    source = LAYOUTS[recipe.layout](target, builder, run.path, device, console)
-    channel_size = _channel_size(recipe, run.last, target, source, builder, schedule, device)
-    scales = {"fc.weight": channel_size} if recipe.optim.feature_scale else {}
+    device, schedule, last = ranks.device, inputs.plan.schedule, run.last if run else None
+    step = int(ranks.share("step", run.step if run else 0))
+    mine = (d for d in ranks.roles.deliveries(schedule, step) if d.drafter == ranks.drafter)
+    ahead, deliveries = tee(mine)
+    source = LAYOUTS[recipe.layout](recipe, ranks, target, builder, ahead, console)
+    if size is None:
+        size = channel_size(recipe, last, target, source, builder, schedule, device)
+    scales = {"fc.weight": size} if recipe.optim.feature_scale else {}
+    ranks.take_from_first([size])
     if scales and not recipe.init:
         with torch.no_grad():
-            drafter.fc.weight.div_(channel_size)
+            drafter.fc.weight.div_(size)
     optimizer = MasterAdamW(drafter, recipe.optim, scales)
     compiled = _compile(recipe, target, drafter, device, console)
-    if run.last:
-        _check_names(drafter, weights := run.last.tensors("model"), run.last.path)
+    if last:
+        _check_names(drafter, weights := last.tensors("model"), last.path)
         drafter.load_state_dict(weights)
-        optimizer.load(run.last.tensors("optimizer"))
-        if run.step == schedule.num_steps:
-            console.say(f"{run.path} is finished: all {run.step} steps are done")
+        optimizer.load(last.tensors("optimizer"))
+    if run and run.last:
+        if step == schedule.num_steps:
+            console.say(f"{run.path} is finished: all {step} steps are done")
         else:
-            console.say(f"continuing {run.path} from step {run.step} of {schedule.num_steps}")
+            console.say(f"continuing {run.path} from step {step} of {schedule.num_steps}")
+    ranks.take_from_first([*optimizer.tensors().values(), *(w.detach() for w in drafter.parameters())])
+    decodes = ranks.is_first and not ranks.roles.targets and step < schedule.num_steps
     return Job(
         recipe=recipe,
+        ranks=ranks,
         run=run,
         device=device,
         target=target,
         builder=builder,
         schedule=schedule,
+        deliveries=deliveries,
         source=source,
         drafter=drafter,
         optimizer=optimizer,
-        channel_size=channel_size,
+        sums=GradientSum(
+            optimizer.weights, ranks, lanes=recipe.optim.packs_per_step, canonical=recipe.pipeline.canonical
+        ),
+        channel_size=size,
         compiled=compiled,
-        cases=_cases(recipe, target, prompts, console) if run.step < schedule.num_steps else [],
+        cases=make_all_cases(recipe, target, inputs.prompts, console) if decodes else [],
+        progress=dict(ranks.share("progress", last.facts["progress"] if last else {})),
     )
+
+
+def receive_target(recipe: Recipe, ranks: Ranks) -> tuple[RemoteTarget, Float[Tensor, " tap_hid"]]:
+    """The target of a drafter rank in the split layout: config and tokenizer from its folder, tensors by wire."""
+    config, tokenizer = read_config(recipe.target), load_tokenizer(recipe.target)
+    layer_ids = tap_ids(recipe.target, config, recipe.drafter.num_layers)
+    assert ranks.store is not None and ranks.drafter is not None
+    facts = json.loads(ranks.get("target"))
+    dtype = getattr(torch, facts["dtype"])
+    table = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=ranks.device)
+    head = table if facts["tied"] else torch.empty_like(table)
+    size = torch.empty(len(layer_ids) * config.hidden_size, device=ranks.device)
+    target = min(target for target, _ in ranks.links)
+    leader = ranks.roles.target_ranks_of(target)[0]
+    receive_tensors(ranks, leader, [table, size] if facts["tied"] else [table, size, head])
+    remote = RemoteTarget(
+        config=config,
+        tokenizer=tokenizer,
+        layer_ids=layer_ids,
+        eos_ids=frozenset(facts["eos_ids"]),
+        fingerprint=facts["fingerprint"],
+        table=table,
+        head=head,
+    )
+    return remote, size
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -187,7 +258,13 @@ def choose_device(wanted: str) -> torch.device:
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
         raise UserError("device is 'cuda' but torch finds no CUDA device; use 'cpu' or 'auto'")
-    return torch.device("cuda" if available and wanted != "cpu" else "cpu")
+    if wanted == "cpu" or not available:
+        return torch.device("cpu")
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= count:
+        raise UserError(f"process {local} of this host has no GPU: there are {count}; start no more than {count}")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
 
 
 def block_shape(recipe: Recipe, config) -> BlockShape:
@@ -269,19 +346,36 @@ def _introduce(recipe: Recipe, plan: Plan, drafter: DFlashDrafter, mask: int, co
         console.warn(f"mask token {mask} occurs {occurrences} times in the data; choose one that never does")
 
 
-def _colocated(target: Target, builder, folder: Path, device, console: Console) -> Callable[[Pack], Features]:
-    return target.capture
+def _colocated(recipe: Recipe, ranks: Ranks, target: Target, builder, ahead, console: Console) -> Source:
+    def capture(pack: Pack) -> Features:
+        with ranks.pulse("capture"):
+            return target.capture(pack)
+
+    return capture
 
 
-def _offline(target: Target, builder, folder: Path, device, console: Console) -> Callable[[Pack], Features]:
+def _offline(recipe: Recipe, ranks: Ranks, target: Target, builder, ahead, console: Console) -> Source:
+    """One file for each host; its first rank makes it before the others open it."""
     console.say("features are captured when a pack first asks for them, and kept: the first epoch is slower")
-    return captured_features(target, builder, folder / "features", device)
+    host = int(os.environ.get("GROUP_RANK", "0")) if ranks.roles.world > 1 else 0
+    folder = Path(recipe.run) / (f"features-{host}" if host else "features")
+    if int(os.environ.get("LOCAL_RANK", "0")) and ranks.roles.world > 1:
+        ranks.wait_for_all("features")
+        return captured_features(target, builder, folder, ranks.device)
+    source = captured_features(target, builder, folder, ranks.device)
+    ranks.wait_for_all("features")
+    return source
 
 
-LAYOUTS = {"colocated": _colocated, "offline": _offline}
+def _split(recipe: Recipe, ranks: Ranks, target: Target, builder, ahead, console: Console) -> Source:
+    shape = (recipe.pack.tokens, len(target.layer_ids) * target.config.hidden_size)
+    return Receiver(ranks, ahead, shape, target.head.dtype)
 
 
-def _channel_size(
+LAYOUTS = {"colocated": _colocated, "split": _split, "offline": _offline}
+
+
+def channel_size(
     recipe: Recipe,
     last: Checkpoint | None,
     target: Target,
@@ -296,7 +390,8 @@ def _channel_size(
     if not recipe.optim.feature_scale and recipe.optim.noise == "none":
         return torch.ones(len(target.layer_ids) * target.config.hidden_size, device=device)
     squares, count = torch.zeros((), device=device), 0
-    for pack in islice(pack_stream(builder, schedule, 0, workers=0), SCALE_PACKS):
+    places = ((d.epoch, d.index) for d in islice(Roles().deliveries(schedule, 0), SCALE_PACKS))
+    for pack in pack_stream(builder, schedule, places, workers=0):
         context = source(pack.to(device)).context[: pack.num_tokens].float()
         sound = context.isfinite().all(dim=1, keepdim=True)  # the step that meets the others is skipped and says so
         squares = squares + torch.where(sound, context, 0.0).square().sum(dim=0)
@@ -305,7 +400,7 @@ def _channel_size(
     return size.clamp_min(1e-6 * float(size.max()))
 
 
-def _cases(recipe: Recipe, target: Target, prompts: list, console: Console) -> list[Case]:
+def make_all_cases(recipe: Recipe, target: Target, prompts: list, console: Console) -> list[Case]:
     if not prompts:
         return []
     console.say(f"decoding {len(prompts)} held-out prompts without a drafter, for comparison")

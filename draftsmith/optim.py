@@ -59,16 +59,20 @@ class MasterAdamW:
         return nn.Parameter(wide * self.scales[name] if name in self.scales else wide)
 
     @torch.no_grad()
-    def step(self, weight: Float[Tensor, ""], lr: float) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    def step(
+        self, weight: Float[Tensor, ""], lr: float, gradients: dict[str, Tensor] | None = None
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
         """Update from gradients of the weighted sum, divided here by the step's whole weight.
+
+        The gradients are those that backward left at the weights, unless they are given by name.
 
         Returns the gradient norm before clipping, and 1.0 if the step was skipped: its gradient was not finite, or
         nothing was supervised. A skipped step changes neither weights nor moments.
         """
-        gradients = {}
-        for name, value in self.weights.items():
-            assert value.grad is not None, f"no backward pass reached {name}"
-            gradients[name] = value.grad
+        if gradients is None:
+            gradients = {name: value.grad for name, value in self.weights.items() if value.grad is not None}
+        missing = self.weights.keys() - gradients.keys()
+        assert not missing, f"no backward pass reached {sorted(missing)}"
         norm = self._norm(gradients, weight)
         skipped = 1.0 - (torch.isfinite(norm) & (weight > 0)).float()
         clipping = (self.options.clip / (norm + 1e-6)).clamp_max(1.0)

@@ -35,6 +35,7 @@ from draftsmith.telemetry import MetricsFile
 # What may differ when a run is continued: nothing here decides a weight.
 FREE = (
     "at_end",
+    "layout",
     "run",
     "device",
     "compile",
@@ -42,6 +43,10 @@ FREE = (
     "checkpoint.",
     "log.",
     "regenerate.",
+    *(
+        f"pipeline.{name}"
+        for name in ("processes", "targets", "drafters", "target_ranks", "queue_depth", "max_restarts", "hang", "trace")
+    ),
     "data.workers",
     "data.conversations",
 )

@@ -145,6 +145,16 @@ class Console:
             self._rich.print(text, style=style, soft_wrap=True)
 
 
+class Silent(Console):
+    """For processes that are not the first: what they would say, the first one says."""
+
+    def __init__(self) -> None:
+        super().__init__(io.StringIO())
+
+    def _print(self, text: str, style: str | None) -> None:
+        """Say nothing."""
+
+
 class TensorBoard:
     """Scalars of each record as TensorBoard events in `folder`, from the step after `step`."""
 
@@ -212,6 +222,8 @@ def _progress_line(record: dict[str, Any]) -> str:
         "accept": "accept {:.2f}",
         "accuracy": "accuracy {:.3f}",
         "tokens_per_second": "{:,.0f} tok/s",
+        "target_wait": "targets wait {:.0%}",
+        "drafter_wait": "drafters wait {:.0%}",
         "lr": "lr {:.2e}",
     }
     parts = [f"step {record['step']}{of}"]

@@ -8,9 +8,10 @@ On a device the host reads nothing back between two lines of metrics.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
 from jaxtyping import Float, Int
@@ -18,136 +19,156 @@ from torch import Tensor
 
 from draftsmith.acceptance import block_metrics
 from draftsmith.compile import allow_compiling, forbid_recompiling
-from draftsmith.config import OptimOptions, Recipe
+from draftsmith.config import Recipe
 from draftsmith.data.loader import pack_stream
 from draftsmith.drafters.dflash import config_json
-from draftsmith.errors import Diverged, Interrupted
-from draftsmith.evaluate import Evaluation, evaluate
-from draftsmith.job import Job, build_job
+from draftsmith.errors import Interrupted
+from draftsmith.evaluate import is_due
+from draftsmith.features.wire import Receiver
+from draftsmith.job import Job, build_job, check_recipe, choose_device
 from draftsmith.losses import frozen_head_loss, take_rows
-from draftsmith.meter import Meter, ratio
 from draftsmith.optim import learning_rate
 from draftsmith.randomness import keyed_seed
+from draftsmith.ranks import Ranks, alone, join, started_by_launcher
+from draftsmith.report import Progress, Report
+from draftsmith.roles import choose_roles
+from draftsmith.run import decisive, refuse_other_recipe, versions
 from draftsmith.signals import StopRequest
-from draftsmith.telemetry import Console, TensorBoard
+from draftsmith.supply import supply
+from draftsmith.telemetry import Console, Silent, TensorBoard
 from draftsmith.types import Blocks, Draft, Features, Loss, Pack
 
 WARM_UP_STEPS = 3  # after these, shapes have all been seen and a new compilation is a fault
 
 
-@dataclass
-class Progress:
-    """What a run remembers besides weights; saved with every checkpoint."""
-
-    step: int = 0
-    skipped: int = 0
-    """Steps whose update was left out because a gradient was not finite."""
-    before: dict | None = None
-    """The evaluation before the first step."""
-    latest: dict | None = None
-    best: dict | None = None
-    """`{"checkpoint": name, "accept_length": value}`, by decoded acceptance length."""
-    seconds: float = 0.0
-
-
-def train(recipe: Recipe, console: Console) -> dict:
-    """Run or continue the recipe; returns what `RUN/results.json` holds.
+def train(recipe: Recipe, console: Console) -> dict | None:
+    """Run or continue the recipe, as one of its processes; rank 0 returns what `RUN/results.json` holds.
 
     Raises Interrupted after a signal (saved first), Diverged after too many non-finite gradients, and UserError for
     options or data that cannot work.
     """
-    job = build_job(recipe, console)
-    progress = Progress(**job.run.last.facts["progress"]) if job.run.last else Progress()
+    check_recipe(recipe)
+    refuse_other_recipe(recipe)
+    with take_part(recipe) as ranks:
+        console = console if ranks.is_first else Silent()
+        if ranks.target is not None:
+            supply(recipe, ranks, console)
+            return None
+        return _train(recipe, ranks, console)
+
+
+def take_part(recipe: Recipe) -> AbstractContextManager[Ranks]:
+    """This process's place: alone, or among those that torchrun or `launch` started."""
+    options, device = recipe.pipeline, choose_device(recipe.device)
+    world = int(os.environ["WORLD_SIZE"]) if started_by_launcher() else 1
+    roles = choose_roles(
+        recipe.layout,
+        world,
+        drafters=options.drafters,
+        targets=options.targets,
+        target_ranks=options.target_ranks,
+        canonical=options.canonical,
+        packs_per_step=recipe.optim.packs_per_step,
+    )
+    if not started_by_launcher():
+        return nullcontext(alone(device, options.hang_seconds))
+    facts = {name: str(value) for name, value in decisive(recipe).items()} | versions()
+    return join(roles, device, facts, hang_seconds=options.hang_seconds)
+
+
+def _train(recipe: Recipe, ranks: Ranks, console: Console) -> dict | None:
+    with ranks.pulse("setup"):
+        job = build_job(recipe, ranks, console)
+    progress = Progress(**job.progress)
     with StopRequest() as stop:
-        packs, board = pack_stream(job.builder, job.schedule, progress.step, recipe.data.workers), None
+        places = ((d.epoch, d.index) for d in job.deliveries)
+        packs, board = pack_stream(job.builder, job.schedule, places, recipe.data.workers), None
         try:
-            if recipe.log.tensorboard:
+            if job.run and recipe.log.tensorboard:
                 board = TensorBoard(job.run.path / "tensorboard", step=progress.step, warn=console.warn)
-            _loop(job, progress, packs, stop, board, console)
+            _loop(job, progress, packs, stop, Report(job, console, board))
         finally:
             allow_compiling()
             packs.close()
             console.close()
-            job.run.close()
+            if job.run:
+                job.run.close()
             if board:
                 board.close()
     return _results(job, progress)
 
 
-def _loop(
-    job: Job, progress: Progress, packs: Iterator[Pack], stop: StopRequest, board: TensorBoard | None, console: Console
-) -> None:
-    recipe, run, schedule = job.recipe, job.run, job.schedule
-    meter, clock = Meter(), _Clock()
-    updates: list[tuple[int, Sequence[tuple[int, int]], Tensor]] = []  # (step, packs, skipped) since the last line
-    if progress.step == 0 and recipe.evaluation.at_start and job.cases:
-        progress.before = _evaluate(job, progress, console)
+def _loop(job: Job, progress: Progress, packs: Iterator[Pack], stop: StopRequest, report: Report) -> None:
+    recipe, ranks, schedule, optimizer = job.recipe, job.ranks, job.schedule, job.optimizer
+    pulse = ranks.pulse
+    if progress.step == 0 and recipe.evaluation.at_start and recipe.evaluation.prompts:
+        progress.before = report.evaluation(progress)
 
     warm = progress.step + WARM_UP_STEPS
     while progress.step < schedule.num_steps:
-        lr = learning_rate(progress.step, schedule.num_steps, recipe.optim)
-        last = progress.step + 1 == schedule.num_steps
-        evaluate_now = bool(job.cases) and (last or (progress.step + 1) % recipe.evaluation.every == 0)
-        save_now = evaluate_now or last or (progress.step + 1) % recipe.checkpoint.every == 0
+        step, pulse.step = progress.step + 1, progress.step + 1
+        evaluate_now = bool(recipe.evaluation.prompts) and is_due(step, recipe.evaluation.every, schedule.num_steps)
+        save_now = evaluate_now or is_due(step, recipe.checkpoint.every, schedule.num_steps)
+        # A line of metrics does not span a checkpoint, so a continued run writes the same lines.
+        report_now = save_now or step % recipe.log.every == 0
         if job.compiled and progress.step == warm:
             forbid_recompiling()
-        # A line of metrics does not span a checkpoint, so a continued run writes the same lines.
-        report_now = save_now or (progress.step + 1) % recipe.log.every == 0
+        lr = learning_rate(progress.step, schedule.num_steps, recipe.optim)
+        places = schedule.step_packs(progress.step)
+        lanes = ranks.roles.lanes(ranks.drafter, len(places))
         weight = torch.zeros((), device=job.device)
-        lane = schedule.step_packs(progress.step)
-        sample_ids: list[str] = []
-        num_rows = 0
-        for _ in lane:
-            pack = next(packs)
-            clock.count(pack)
-            sample_ids += pack.sample_ids
-            num_rows += pack.blocks.num_rows
-            pack = pack.to(job.device)
+        for lane in lanes:
+            with pulse("load"):
+                pack = next(packs)
+                report.count(pack)
+                pack = pack.to(job.device)
             loss = pack_loss(job, pack, topk=recipe.loss.topk if report_now else 0)
-            loss.total.backward()
+            with job.sums.lane(lane, lane is lanes[-1], loss.weight), pulse("backward"):
+                loss.total.backward()
             weight = weight + loss.weight
-            meter.add(loss.parts)
-        norm, skipped = job.optimizer.step(weight, lr)
-        job.optimizer.zero_grad()
-        if not num_rows:
-            clock.unsupervised += 1
-            skipped = torch.zeros_like(skipped)  # left out by right: there was nothing to learn, and nothing is wrong
-        meter.add(
-            {"grad_norm": torch.where(skipped > 0, 0.0, norm), "skipped": skipped, "steps": torch.ones_like(norm)}
-        )
-        progress.step += 1
-        updates.append((progress.step, lane, skipped))
-        run.record_step(progress.step, lane, sample_ids)
+            report.add(loss.parts)
+        gradients, weight = job.sums.finish(weight, len(places))
+        with pulse("step"):
+            norm, skipped = optimizer.step(weight, lr, gradients)
+            optimizer.zero_grad()
+        progress.step = step
+        report.step(progress, places, weight, norm, skipped)
 
         if report_now:
-            record = _record(meter.read(), progress, lr, clock, schedule.num_steps)
-            run.metrics.write(record)
-            console.step(record)
-            if board:
-                board.write(record)
-            _check_divergence(record, updates, progress, recipe.optim, console)
-            updates.clear()
+            report.line(progress, lr)
         if evaluate_now:
-            progress.latest = _evaluate(job, progress, console)
-        stopped_by = stop.name  # read once: a signal may arrive between the next lines
-        if save_now or stopped_by:
-            progress.seconds += clock.lap()
-            _save(job, progress, evaluated=evaluate_now, last=last or bool(stopped_by))
-        if stopped_by and not last:
-            raise Interrupted(
-                f"stopped by {stopped_by} after step {progress.step} of {schedule.num_steps}, saved; "
-                f"continue with: draftsmith train {run.path / 'recipe.toml'}"
-            )
+            progress.latest = report.evaluation(progress)
+        stopped = ranks.agree_to_stop(bool(stop.name) or getattr(job.source, "stop_wanted", False))
+        if job.run and (save_now or stopped):
+            with pulse("save"):
+                _save(job, progress, report, evaluated=evaluate_now, last=step == schedule.num_steps or stopped)
+        if stopped and step < schedule.num_steps:
+            _end_early(job, progress, stop)
+    if isinstance(job.source, Receiver):
+        job.source.stop()
+
+
+def _end_early(job: Job, progress: Progress, stop: StopRequest) -> None:
+    """All ranks together, once rank 0 has saved."""
+    if isinstance(job.source, Receiver):
+        job.source.stop()
+    job.ranks.wait_for_all("stopped")
+    raise Interrupted(
+        f"stopped by {stop.name or 'a signal to another process'} after step {progress.step} of "
+        f"{job.schedule.num_steps}, saved; continue with: draftsmith train {Path(job.recipe.run) / 'recipe.toml'}"
+    )
 
 
 def pack_loss(job: Job, pack: Pack, *, topk: int = 0) -> Loss:
     """The loss of one pack: features from the target, the drafter's blocks, the target's head."""
-    features = job.source(pack)
-    features = Features(context=add_noise(features.context.to(job.drafter.dtype), job, pack))
-    embedded = job.target.embed(pack.blocks.tokens).to(job.drafter.dtype)
-    draft = job.drafter(features, pack.position, embedded, pack.blocks)
-    rows = pack.blocks.rows[: _num_rows(pack.blocks, job)]
-    return block_loss(draft, pack.blocks, rows, job.target.head, chunk=job.recipe.loss.chunk, topk=topk)
+    pulse, features = job.ranks.pulse, job.source(pack)
+    with pulse("forward"):
+        features = Features(context=add_noise(features.context.to(job.drafter.dtype), job, pack))
+        embedded = job.target.embed(pack.blocks.tokens).to(job.drafter.dtype)
+        draft = job.drafter(features, pack.position, embedded, pack.blocks)
+    with pulse("loss"):
+        rows = pack.blocks.rows[: _num_rows(pack.blocks, job)]
+        return block_loss(draft, pack.blocks, rows, job.target.head, chunk=job.recipe.loss.chunk, topk=topk)
 
 
 def block_loss(
@@ -194,62 +215,9 @@ def add_noise(context: Float[Tensor, "tok tap_hid"], job: Job, pack: Pack) -> Fl
     return context + optim.noise_scale * job.channel_size.to(context.dtype) * noise
 
 
-def _record(sums: dict, progress: Progress, lr: float, clock: _Clock, num_steps: int) -> dict:
-    """One line of metrics, over the steps since the last one."""
-    by_slot = [ratio(h, s) for h, s in zip(sums["hit_by_slot"], sums["scored_by_slot"], strict=True)]
-    return {
-        "step": progress.step,
-        "steps": num_steps,
-        "loss": ratio(sums["loss"], sums["weight"]),
-        "accept": ratio(sums["accept_sum"], sums["accept_count"]),
-        "whole_blocks": ratio(sums["accept_count"], sums["anchors"]),
-        "accuracy": ratio(sum(sums["hit_by_slot"]), sum(sums["scored_by_slot"])),
-        "accuracy_by_slot": by_slot,
-        "topk_accuracy": ratio(sums.get("topk_hits", 0.0), sums.get("topk_rows", 0.0)),
-        "lr": lr,
-        "grad_norm": ratio(sums["grad_norm"], sums["steps"] - sums["skipped"]),
-        "skipped": int(sums["skipped"]),
-        **clock.read(num_steps - progress.step, sums["steps"]),
-    }
-
-
-def _check_divergence(record: dict, updates: list, progress: Progress, options: OptimOptions, console: Console) -> None:
-    if record["unsupervised"]:
-        console.warn(
-            f"{record['unsupervised']} steps up to {record['step']} had nothing supervised and changed nothing"
-        )
-    if not record["skipped"]:
-        return
-    progress.skipped += record["skipped"]
-    for step, lane, skipped in updates:
-        if skipped:
-            packs = ", ".join(f"pack {index} of epoch {epoch}" for epoch, index in lane)
-            console.warn(
-                f"step {step} changed nothing: a gradient was not finite ({packs}; its samples are in ledger.jsonl)"
-            )
-    if progress.skipped >= options.max_skipped:
-        raise Diverged(
-            f"{progress.skipped} steps were skipped (optim.max_skipped is {options.max_skipped}); the last checkpoint "
-            "is intact. Look at the samples of those steps, or lower optim.lr"
-        )
-
-
-def _evaluate(job: Job, progress: Progress, console: Console) -> dict:
-    options = job.recipe.evaluation
-    job.drafter.eval()
-    found: Evaluation = evaluate(job.target, job.drafter, job.cases, options, job.recipe.seed)
-    job.drafter.train()
-    summary = found.summary()
-    job.run.metrics.write({"step": progress.step, "evaluation": summary})
-    lossless = {True: "output equal to plain decoding", False: "OUTPUT DIFFERS from plain decoding", None: "sampled"}
-    console.say(
-        f"evaluation at step {progress.step}: accept length {found.accept_length:.2f} "
-        f"(pooled {found.accept_length_pooled:.2f}) on {found.prompts} held-out prompts, {lossless[found.lossless]}"
-    )
-    return summary
-
-
-def _save(job: Job, progress: Progress, *, evaluated: bool, last: bool) -> None:
+def _save(job: Job, progress: Progress, report: Report, *, evaluated: bool, last: bool) -> None:
+    assert job.run is not None
+    progress.seconds += report.lap()
     name, before = f"step-{progress.step:08d}", progress.best
     if evaluated and progress.latest:
         value = progress.latest["accept_length"]
@@ -262,8 +230,10 @@ def _save(job: Job, progress: Progress, *, evaluated: bool, last: bool) -> None:
         progress.best = before
 
 
-def _results(job: Job, progress: Progress) -> dict:
-    """What the run came to; also written to RUN/results.json."""
+def _results(job: Job, progress: Progress) -> dict | None:
+    """What the run came to, on rank 0; also written to RUN/results.json."""
+    if job.run is None:
+        return None
     before, after = progress.before or {}, progress.latest or {}
     results = {
         "accept_length_before": before.get("accept_length"),
@@ -280,43 +250,3 @@ def _results(job: Job, progress: Progress) -> dict:
     }
     job.run.write_results(results)
     return results
-
-
-@dataclass
-class _Clock:
-    """Host-side counts between two lines of metrics."""
-
-    start: float = field(default_factory=time.perf_counter)
-    lap_start: float = field(default_factory=time.perf_counter)
-    tokens: int = 0
-    budget: int = 0
-    supervised: int = 0
-    labelled: int = 0
-    unsupervised: int = 0
-    """Steps whose packs had not one scored slot."""
-
-    def count(self, pack: Pack) -> None:
-        self.tokens += pack.num_tokens
-        self.budget += pack.tokens.shape[0]
-        self.supervised += pack.num_supervised
-        self.labelled += pack.num_labelled
-
-    def lap(self) -> float:
-        """Seconds since the last lap."""
-        now = time.perf_counter()
-        seconds, self.lap_start = now - self.lap_start, now
-        return seconds
-
-    def read(self, steps_left: int, steps: float) -> dict:
-        now = time.perf_counter()
-        seconds = now - self.start
-        values = {
-            "tokens_per_second": self.tokens / seconds,
-            "padding": 1 - self.tokens / max(1, self.budget),
-            "labelled": self.labelled / max(1, self.supervised),
-            "unsupervised": self.unsupervised,
-            "eta": steps_left * seconds / max(1.0, steps),
-        }
-        self.start, self.tokens, self.budget, self.supervised, self.labelled = now, 0, 0, 0, 0
-        self.unsupervised = 0
-        return values

@@ -35,7 +35,8 @@ from draftsmith.export.publish import publish
 from draftsmith.export.record import synthetic_prompts
 from draftsmith.export.serve import serve_commands, vllm_remarks
 from draftsmith.findings import CheckFailed, conclude
-from draftsmith.job import choose_device
+from draftsmith.job import check_recipe, choose_device
+from draftsmith.launch import launch, number_of_processes, started_by_us
 from draftsmith.on_policy import check_target, describe_agreement
 from draftsmith.preview import (
     BlockRow,
@@ -144,7 +145,15 @@ def first_block(command: config.PreviewCommand, dataset: PreparedDataset, tokeni
 
 def train(recipe: config.Recipe) -> None:
     console = Console()
-    results = run_training(recipe, console)
+    check_recipe(recipe)
+    world = number_of_processes(recipe)
+    if world > 1:
+        launch(recipe, world, console)
+        results = json.loads((Path(recipe.run) / "results.json").read_text())
+    else:
+        results = run_training(recipe, console)
+        if results is None or started_by_us():
+            return  # one of several processes; the first one, or whoever started them, goes on
     if results["accept_length_after"] is not None:
         console.say(f"accept length {results['accept_length_after']:.2f} on held-out prompts (1.00 would be no help)")
     finish(recipe, console)

@@ -56,9 +56,16 @@ CALLS: dict[str, tuple[object, str]] = {
 }
 
 
-def start(words: Sequence[str], log: Path, *, fault: Fault | None = None, audit: Path | None = None):
+def start(
+    words: Sequence[str],
+    log: Path,
+    *,
+    fault: Fault | None = None,
+    audit: Path | None = None,
+    environment: dict[str, str] | None = None,
+):
     """A child that runs `draftsmith WORDS`, already started; its output goes to `log`."""
-    child = _context.Process(target=_run, args=(list(words), log, fault, audit))
+    child = _context.Process(target=_run, args=(list(words), log, fault, audit, environment or {}))
     child.start()
     return child
 
@@ -77,8 +84,9 @@ def finish(child, log: Path) -> Ended:
     return Ended(code=child.exitcode, output=log.read_text())
 
 
-def _run(words: list[str], log: Path, fault: Fault | None, audit: Path | None) -> None:
+def _run(words: list[str], log: Path, fault: Fault | None, audit: Path | None, environment: dict[str, str]) -> None:
     os.setsid()
+    os.environ.update(environment)
     multiprocessing.set_start_method(None, force=True)  # loader workers start as they do for a user
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)

@@ -20,7 +20,7 @@ from tests.conftest import make_recipe, with_options
 
 STEPS = 10
 EVERY = 3  # checkpoints after steps 3, 6, 9 and 10
-TIMINGS = ("tokens_per_second", "eta")
+TIMINGS = ("tokens_per_second", "eta", "load_wait")
 
 
 def short(world: Path, folder: Path) -> Recipe:

@@ -101,10 +101,10 @@ def test_the_best_checkpoint_is_kept(recipe, monkeypatch):
     """Decoded accept length is best at the first of three evaluations; later ones would push it out."""
     scores = iter([3.0, 2.0, 1.0])
 
-    def fake(job, progress, console):
+    def fake(report):
         return {"accept_length": next(scores), "accept_length_pooled": 1.0, "lossless": True, "prompts": 2}
 
-    monkeypatch.setattr("draftsmith.train._evaluate", fake)
+    monkeypatch.setattr("draftsmith.report.Report._own_evaluation", fake)
     recipe = with_options(with_options(recipe, "evaluation", every=4), "checkpoint", every=2)
     results = train(recipe, Console())
     assert results["best"] == {"checkpoint": "step-00000004", "accept_length": 3.0}

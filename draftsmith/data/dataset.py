@@ -166,6 +166,10 @@ class PreparedDataset:
             ] = True
         return np.concatenate(found)
 
+    def id(self, index: int) -> str:
+        """The id of one row."""
+        return self._columns.ids[index].as_py()
+
     def count_token(self, token: int) -> int:
         """How often a token occurs in the whole set."""
         return sum(int((values == token).sum()) for values, _ in self.token_chunks())

@@ -8,7 +8,7 @@ labels, weights, intervals. All of it is a function of the samples, the seed and
 from __future__ import annotations
 
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,9 +43,11 @@ class PackBuilder(Dataset):
     options: PackOptions
     shape: BlockShape
     seed: int
+    with_anchors: bool = True
+    """A target process needs no blocks: without anchors all of them are empty."""
 
     def __getitem__(self, order: PackOrder) -> Pack:
-        return self.build(order, with_anchors=True)
+        return self.build(order, with_anchors=self.with_anchors)
 
     def build(self, order: PackOrder, *, with_anchors: bool) -> Pack:
         """The pack; without anchors all its blocks are empty (capturing features needs none)."""
@@ -158,17 +160,18 @@ def make_schedule(
     return schedule, len(too_long)
 
 
-def pack_stream(builder: PackBuilder, schedule: Schedule, first_step: int, workers: int) -> Generator[Pack, None, None]:
-    """The packs of steps from first_step to the last, in order, built ahead by `workers` processes.
+def pack_stream(
+    builder: PackBuilder, schedule: Schedule, places: Iterable[tuple[int, int]], workers: int
+) -> Generator[Pack, None, None]:
+    """The packs at these (epoch, index) places of the schedule, in order, built ahead by `workers` processes.
 
     Close it to end them: they do not heed SIGINT and SIGTERM, which schedulers and terminals send to all processes of
     a run, while only the main one can save.
     """
 
     def orders() -> Iterator[PackOrder]:
-        for step in range(first_step, schedule.num_steps):
-            for epoch, index in schedule.step_packs(step):
-                yield PackOrder(epoch=epoch, index=index, samples=schedule.packs(epoch)[index])
+        for epoch, index in places:
+            yield PackOrder(epoch=epoch, index=index, samples=schedule.packs(epoch)[index])
 
     packs = iter(
         DataLoader(

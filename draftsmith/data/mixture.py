@@ -78,6 +78,14 @@ class TrainingSet:
         ids = [identifier for part in self.parts for identifier in part.dataset.ids]
         return ids + [ids[row] for row, _ in self._further]
 
+    def id(self, index: int) -> str:
+        """The id of one row, as its sample has it."""
+        row, num = int(self.base[index]), self._starts[-1]
+        number = bisect_right(self._starts, row) - 1
+        name = self.parts[number].dataset.id(row - self._starts[number])
+        piece = self._further[index - num][1] if index >= num else self._pieces.get(index)
+        return name if piece is None else f"{name}@{piece.first}"
+
     def tagged(self, tag: str) -> Bool[np.ndarray, " row"]:
         return np.concatenate([part.dataset.tagged(tag) for part in self.parts])[self.base]
 

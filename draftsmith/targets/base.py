@@ -34,8 +34,11 @@ class Target(Protocol):
         """The target's own input embedding."""
         ...
 
-    def capture(self, pack: Pack) -> Features:
-        """Outputs of the tapped blocks for every token of a pack, documents isolated from each other."""
+    def capture(self, pack: Pack, out: Float[Tensor, "tok tap_hid"] | None = None) -> Features:
+        """Outputs of the tapped blocks for every token of a pack, documents isolated from each other.
+
+        They are written into `out` if it is given.
+        """
         ...
 
     def compile_layers(self) -> None:

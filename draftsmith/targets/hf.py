@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -75,14 +76,14 @@ class HFTarget:
         return self.model.get_input_embeddings()(tokens)
 
     @torch.no_grad()
-    def capture(self, pack: Pack) -> Features:
+    def capture(self, pack: Pack, out: Float[Tensor, "tok tap_hid"] | None = None) -> Features:
         decoder, size = self.model.model, self.config.hidden_size
         position = pack.position[None]
         spans = document_spans(pack.doc_start)
         mask = flex_mask(spans, 0) if spans.blk_lo.is_cuda else dense_mask(spans, 0)[None, None]
         hidden = self.embed(pack.tokens)[None]
         rope = decoder.rotary_emb(hidden, position)
-        context = hidden.new_empty(pack.tokens.shape[0], len(self.layer_ids) * size)
+        context = hidden.new_empty(pack.tokens.shape[0], len(self.layer_ids) * size) if out is None else out
         for number, layer in enumerate(decoder.layers[: max(self.layer_ids) + 1]):
             hidden = layer(hidden, attention_mask=mask, position_embeddings=rope, position_ids=position)
             if number in self.layer_ids:
@@ -146,23 +147,34 @@ def _may_be_hub_name(path: str) -> bool:
     return len(parts) == 2 and bool(parts[0].strip(".~")) and not Path(parts[0]).exists()
 
 
-def load_target(options: TargetOptions, device: torch.device, num_draft_layers: int = 1) -> HFTarget:
-    """Load and freeze the target that the options name. Raises UserError for what cannot be a target."""
-    config = read_config(options)
-    layer_ids = options.layer_ids
-    if layer_ids is None:
-        layer_ids = default_layer_ids(config.num_hidden_layers, num_draft_layers)
-    _check_layer_ids(layer_ids, config.num_hidden_layers)
+def load_target(
+    options: TargetOptions, device: torch.device, num_draft_layers: int = 1, mesh: DeviceMesh | None = None
+) -> HFTarget:
+    """Load and freeze the target that the options name. Raises UserError for what cannot be a target.
+
+    The processes of `mesh`, if there is one, share the weights (tensor parallel, by the model's own plan).
+    """
+    layer_ids = tap_ids(options, read_config(options), num_draft_layers)
     dtype = options.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
     named = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     logging.disable_progress_bar()  # transformers' own; it would tear our lines
+    shared = {"tp_plan": "auto", "device_mesh": mesh} if mesh is not None else {}
     model = AutoModelForCausalLM.from_pretrained(
-        options.path, dtype=getattr(torch, dtype), attn_implementation=NAME, **named
+        options.path, dtype=getattr(torch, dtype), attn_implementation=NAME, **named, **shared
     ).to(device=device)
     tokenizer = AutoTokenizer.from_pretrained(options.path, **named)
-    return HFTarget(model, tokenizer, tuple(layer_ids), fingerprint(model))
+    return HFTarget(model, tokenizer, layer_ids, fingerprint(model))
+
+
+def tap_ids(options: TargetOptions, config: PretrainedConfig, num_draft_layers: int) -> tuple[int, ...]:
+    """The blocks to tap: those asked for, checked, or DFlash's choice."""
+    layer_ids = options.layer_ids
+    if layer_ids is None:
+        layer_ids = default_layer_ids(config.num_hidden_layers, num_draft_layers)
+    _check_layer_ids(layer_ids, config.num_hidden_layers)
+    return tuple(layer_ids)
 
 
 def load_tokenizer(options: TargetOptions):
