@@ -63,7 +63,7 @@ def run(
         torch.cuda.reset_peak_memory_stats(device)
     optimizer = MasterAdamW(model, OptimOptions(), {})
     times, tokens, start, warmup = [], 0, 0.0, min(4, steps - 1)
-    for number, pack in enumerate(pack_stream(builder, schedule, 0, workers)):
+    for number, pack in enumerate(pack_stream(builder, schedule, schedule.places(), workers)):
         if number >= warmup:
             tokens += pack.num_tokens
         moved = pack.to(device)

@@ -67,7 +67,7 @@ def run(num: int, num_tokens: int, num_anchors: int, *, packs: int, repeats: int
 
         def stream(opened: PreparedDataset, epochs: int, workers: int):
             schedule, _ = make_schedule(opened, options, cut=False, packs_per_step=1, epochs=epochs, steps=None, seed=0)
-            return pack_stream(PackBuilder(opened, options, shape, 0), schedule, 0, workers)
+            return pack_stream(PackBuilder(opened, options, shape, 0), schedule, schedule.places(), workers)
 
         def first_pack(epochs: int) -> Callable[[], object]:
             return lambda: next(stream(open_prepared(folder), epochs, 0))

@@ -35,7 +35,7 @@ from draftsmith.optim import MasterAdamW
 from draftsmith.packing import Schedule
 from draftsmith.randomness import keyed_seed
 from draftsmith.ranks import Ranks
-from draftsmith.roles import Delivery, Roles
+from draftsmith.roles import Delivery
 from draftsmith.run import RunFolder
 from draftsmith.targets import TARGETS, Target
 from draftsmith.targets.hf import choose_mask_token, load_tokenizer, read_config, tap_ids
@@ -390,8 +390,7 @@ def channel_size(
     if not recipe.optim.feature_scale and recipe.optim.noise == "none":
         return torch.ones(len(target.layer_ids) * target.config.hidden_size, device=device)
     squares, count = torch.zeros((), device=device), 0
-    places = ((d.epoch, d.index) for d in islice(Roles().deliveries(schedule, 0), SCALE_PACKS))
-    for pack in pack_stream(builder, schedule, places, workers=0):
+    for pack in pack_stream(builder, schedule, islice(schedule.places(), SCALE_PACKS), workers=0):
         context = source(pack.to(device)).context[: pack.num_tokens].float()
         sound = context.isfinite().all(dim=1, keepdim=True)  # the step that meets the others is skipped and says so
         squares = squares + torch.where(sound, context, 0.0).square().sum(dim=0)

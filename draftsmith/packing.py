@@ -12,7 +12,7 @@ What is packed are *visits*: an epoch may see a row several times, or leave it o
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain
@@ -143,6 +143,11 @@ class Schedule:
         first = (step - self.steps_before[epoch]) * self.packs_per_step
         last = min(first + self.packs_per_step, len(self.packs(epoch)))
         return tuple((epoch, index) for index in range(first, last))
+
+    def places(self, first_step: int = 0) -> Iterator[tuple[int, int]]:
+        """(epoch, pack index) of every pack from a step on, in order."""
+        for step in range(first_step, self.num_steps):
+            yield from self.step_packs(step)
 
     def fill(self, epoch: int = 0) -> tuple[float, float]:
         """Share of the token budget and of the anchor budget that an epoch's packs use."""

@@ -76,7 +76,8 @@ class Report:
         self._updates.append((progress.step, places, fault))
         if self.job.run:
             schedule, dataset = self.job.schedule, self.job.builder.dataset
-            samples = [dataset.id(int(i)) for epoch, index in places for i in schedule.packs(epoch)[index]]
+            visits = [visit for epoch, index in places for visit in schedule.packs(epoch)[index].tolist()]
+            samples = [dataset.id(visit % len(dataset)) for visit in visits]
             self.job.run.record_step(progress.step, places, samples)
 
     def line(self, progress: Progress, lr: float) -> None:

@@ -64,10 +64,6 @@ def contents(value) -> list:
     return [value]
 
 
-def places(schedule, first_step: int = 0) -> list[tuple[int, int]]:
-    return [place for step in range(first_step, schedule.num_steps) for place in schedule.step_packs(step)]
-
-
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # torch counts the machine's cores
 def test_packs_do_not_depend_on_the_number_of_workers(world):
     dataset = open_prepared(world / "prepared")
@@ -75,7 +71,7 @@ def test_packs_do_not_depend_on_the_number_of_workers(world):
     schedule, _ = make_schedule(dataset, options, cut=False, packs_per_step=2, epochs=2, steps=None, seed=0)
     builder = PackBuilder(dataset, options, SHAPE, 0)
     streams = [
-        [contents(pack) for pack in pack_stream(builder, schedule, places(schedule), workers)] for workers in (0, 1, 4)
+        [contents(pack) for pack in pack_stream(builder, schedule, schedule.places(), workers)] for workers in (0, 1, 4)
     ]
     assert len(streams[0]) == len(schedule.packs(0)) + len(schedule.packs(1))
     assert streams[0] == streams[1] == streams[2]
@@ -84,14 +80,14 @@ def test_packs_do_not_depend_on_the_number_of_workers(world):
 def test_a_stream_may_begin_at_any_step():
     schedule, _ = schedule_of(steps=9)
     builder = PackBuilder(DATASET, OPTIONS, SHAPE, 5)
-    whole = [contents(p) for p in pack_stream(builder, schedule, places(schedule), 0)]
+    whole = [contents(p) for p in pack_stream(builder, schedule, schedule.places(), 0)]
     skipped = sum(len(schedule.step_packs(step)) for step in range(4))
-    assert [contents(p) for p in pack_stream(builder, schedule, places(schedule, 4), 0)] == whole[skipped:]
+    assert [contents(p) for p in pack_stream(builder, schedule, schedule.places(4), 0)] == whole[skipped:]
 
 
 def test_stream_follows_the_schedule():
     schedule, _ = schedule_of(epochs=2)
-    packs = list(pack_stream(PackBuilder(DATASET, OPTIONS, SHAPE, 5), schedule, places(schedule), 0))
+    packs = list(pack_stream(PackBuilder(DATASET, OPTIONS, SHAPE, 5), schedule, schedule.places(), 0))
     expected = [(epoch, i) for epoch in range(2) for i in range(len(schedule.packs(epoch)))]
     assert [(p.epoch, p.index) for p in packs] == expected
     first = [row for p in packs if p.epoch == 0 for row in p.samples]

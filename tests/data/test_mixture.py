@@ -91,7 +91,10 @@ def test_the_order_does_not_depend_on_how_folders_are_named(folders, tmp_path):
     assert one.fingerprint == other.fingerprint
     builders = [PackBuilder(plan.dataset, PACK, block_shape(4), 0) for plan in (one, other)]
     plans = zip(builders, (one, other), strict=True)
-    ids = [[pack.sample_ids for pack in pack_stream(builder, plan.schedule, 0, 0)] for builder, plan in plans]
+    ids = [
+        [pack.sample_ids for pack in pack_stream(builder, plan.schedule, plan.schedule.places(), 0)]
+        for builder, plan in plans
+    ]
     assert ids[0] == ids[1] and len(ids[0]) > 2
 
 
