@@ -15,10 +15,13 @@ import torch
 from benchmarks.measure import seconds_of, spread
 from benchmarks.packing import conversations, density_for
 from draftsmith.anchors import BlockShape
-from draftsmith.config import PackOptions
+from draftsmith.config import DataOptions, OptimOptions, PackOptions
 from draftsmith.data import store
-from draftsmith.data.dataset import COLUMNS, PreparedDataset, open_prepared
-from draftsmith.data.loader import PackBuilder, make_schedule, pack_stream
+from draftsmith.data.loader import PackBuilder, pack_stream
+from draftsmith.data.overlap import find_overlap
+from draftsmith.data.plan import Plan, make_plan
+from draftsmith.data.prompts import Prompt
+from draftsmith.data.shards import COLUMNS
 
 BLOCK, BATCH, SHARD_ROWS = 16, 1_000, 100_000
 
@@ -27,14 +30,15 @@ def write_store(folder: Path, lengths: np.ndarray, legal: np.ndarray) -> None:
     """A prepared folder of random tokens: of each row the last `legal + 1` are supervised."""
     rng = np.random.default_rng(0)
     draws = rng.integers(0, 150_000, 1 << 22, dtype=np.int32)
-    with store.claim(folder) as partial:
-        for first in range(0, len(lengths), SHARD_ROWS):
-            with pa.ipc.new_stream(str(partial / f"data-{first // SHARD_ROWS:05d}.arrow"), COLUMNS) as stream:
-                for start in range(first, min(first + SHARD_ROWS, len(lengths)), BATCH):
-                    stream.write_batch(_batch(start, lengths[start:][:BATCH], legal[start:][:BATCH], draws))
-        counts = {"kept": len(lengths), "tokens": int(lengths.sum()), "supervised": int((legal + 1).sum())}
-        manifest = {"counts": counts, "inputs": {"tokenizer": ""}, "content_hash": "synthetic"}
-        store.publish(partial, folder, manifest)
+    built = folder.with_name("built")
+    built.mkdir()
+    for first in range(0, len(lengths), SHARD_ROWS):
+        with pa.ipc.new_stream(str(built / f"data-{first // SHARD_ROWS:05d}.arrow"), COLUMNS) as stream:
+            for start in range(first, min(first + SHARD_ROWS, len(lengths)), BATCH):
+                stream.write_batch(_batch(start, lengths[start:][:BATCH], legal[start:][:BATCH], draws))
+    counts = {"kept": len(lengths), "tokens": int(lengths.sum()), "supervised": int((legal + 1).sum())}
+    manifest = {"counts": counts, "inputs": {"tokenizer": ""}, "content_hash": "synthetic"}
+    store.publish(built, folder, manifest, {})
 
 
 def _batch(start: int, lengths: np.ndarray, legal: np.ndarray, draws: np.ndarray) -> pa.RecordBatch:
@@ -62,31 +66,47 @@ def run(num: int, num_tokens: int, num_anchors: int, *, packs: int, repeats: int
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "prepared"
         write_store(folder, lengths, legal)
-        dataset = open_prepared(folder)
+        data = DataOptions(prepared=str(folder))
         facts = {"rows": num, "tokens": num_tokens, "anchors": num_anchors, "block": BLOCK}
 
-        def stream(opened: PreparedDataset, epochs: int, workers: int):
-            schedule, _ = make_schedule(opened, options, cut=False, packs_per_step=1, epochs=epochs, steps=None, seed=0)
-            return pack_stream(PackBuilder(opened, options, shape, 0), schedule, schedule.places(), workers)
+        def planned(epochs: int) -> Plan:
+            """As `train` does it."""
+            return make_plan(data, options, OptimOptions(epochs=epochs), 0, [], tokenizer=None)
+
+        def stream(plan: Plan, workers: int):
+            return pack_stream(PackBuilder(plan.dataset, options, shape, 0), plan.schedule, plan.schedule.places(), workers)
 
         def first_pack(epochs: int) -> Callable[[], object]:
-            return lambda: next(stream(open_prepared(folder), epochs, 0))
+            return lambda: next(stream(planned(epochs), 0))
 
-        rows = []
+        rows, plan = [], planned(1)
         for epochs in (1, 6):
             times = seconds_of(first_pack(epochs), torch.device("cpu"), repeats, warmup=1)
             rows.append({"what": f"first pack, {epochs} epochs scheduled", **facts, **spread(times)})
         for workers in (0, 1):
-            times = _seconds_between(stream(dataset, 1, workers), packs)
-            tokens = num_tokens * stream_fill(dataset, options)
-            rate = tokens / spread(times)["seconds_median"]
+            times = _seconds_between(stream(plan, workers), packs)
+            rate = num_tokens * plan.schedule.fill()[0] / spread(times)["seconds_median"]
             rows.append({"what": f"a pack, {workers} workers", **facts, **spread(times), "tokens_per_s": rate})
+        rows.append(_overlap(plan, repeats))
     return rows
 
 
-def stream_fill(dataset: PreparedDataset, options: PackOptions) -> float:
-    """Share of a pack's budget that is tokens of documents, not padding."""
-    return make_schedule(dataset, options, cut=False, packs_per_step=1, epochs=1, steps=None, seed=0)[0].fill()[0]
+class _Words:
+    """Stands in for a tokenizer: a prompt's text is its tokens, written out."""
+
+    def __call__(self, text: str, **options) -> dict:
+        return {"input_ids": [int(word) for word in text.split()]}
+
+
+def _overlap(plan: Plan, repeats: int) -> dict:
+    """Looking for 500 evaluation prompts of 60 tokens in the whole set."""
+    rng = np.random.default_rng(1)
+    texts = [" ".join(map(str, rng.integers(0, 150_000, 60))) for _ in range(500)]
+    prompts = [Prompt(id=text, messages=({"role": "user", "content": text},)) for text in texts]
+    times = seconds_of(lambda: find_overlap(plan.dataset, prompts, _Words()), torch.device("cpu"), repeats, warmup=0)
+    tokens = int(plan.dataset.lengths.sum())
+    rate = tokens / spread(times)["seconds_median"]
+    return {"what": "search for evaluation prompts", "set_tokens": tokens, **spread(times), "tokens_per_s": rate}
 
 
 def _seconds_between(packs, num: int, warmup: int = 4) -> list[float]:

@@ -55,6 +55,9 @@ class DataOptions:
     overlap: Literal["warn", "drop", "ignore"] = "warn"
     """Training rows that share 13 tokens in a row with what a user says in evaluation.prompts: warn, leave them out of
     training, or do not look."""
+    held_out: float = 0.0
+    """Share of the conversations that `prepare` keeps out of the set and writes to held_out.jsonl of the prepared
+    folder, for evaluation.prompts."""
     processes: int = 1
     """Processes of `prepare`. The result is the same for any number."""
     prepared: str = ""

@@ -69,7 +69,9 @@ def make_cases(
     """Render the prompts and, for greedy evaluation, decode each once without a drafter."""
     cases = []
     for number, prompt in enumerate(prompts, 1):
-        tokens = torch.from_numpy(render_prompt(target.tokenizer, list(prompt.messages))).to(target.head.device)
+        more = {"tools": list(prompt.tools) or None, "arguments": prompt.arguments}
+        rendered = render_prompt(target.tokenizer, list(prompt.messages), **more)
+        tokens = torch.from_numpy(rendered).to(target.head.device)
         plain = None
         if options.temperature == 0:
             plain = decode_plain(target, tokens, options.max_new_tokens, Sampling(), torch.Generator())

@@ -26,13 +26,16 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.anchors import legal_anchors
 from draftsmith.config import DataOptions
+from draftsmith.data import held_out
 from draftsmith.data.chat import Rendered, Style, check_served, render
 from draftsmith.data.forms import Conversation, Form, choose_form, parse_row, read_row
 from draftsmith.data.pieces import PieceEncoder
 from draftsmith.data.seen import Seen
 from draftsmith.data.sources import Row
+from draftsmith.data.split import split, take
 from draftsmith.data.template import check_arguments
 from draftsmith.errors import DataError, EnvironmentFault
+from draftsmith.types import Sample
 
 ROWS = 64
 """Rows of one batch."""
@@ -50,8 +53,12 @@ class Job:
     style: Style
     form: Form
     max_length: int
-    cut: bool
-    """Cut longer samples; otherwise their row is bad."""
+    overlong: str
+    """What becomes of longer samples: as `data.overlong`."""
+    context: int
+    """Of pieces, where they are split."""
+    held_out: float
+    """Share of the conversations that is kept out."""
 
     @cached_property
     def encoder(self) -> PieceEncoder:
@@ -87,6 +94,8 @@ class Outcome(NamedTuple):
     """Of its content."""
     ignored: tuple[str, ...] = ()
     parts: tuple[Part, ...] = ()
+    held_out: tuple[float, dict] | None = None
+    """For a row that is kept out: its draw, and the prompt it makes."""
     bad: str = ""
     """Why it cannot be used; empty if it can."""
 
@@ -111,6 +120,8 @@ class Tally:
     longest: int = 0
     dropped: Counter = field(default_factory=Counter)
     bad: list[dict] = field(default_factory=list)
+    held_out: list[tuple[float, dict]] = field(default_factory=list)
+    """Of rows that are kept out."""
     tags: Counter = field(default_factory=Counter)
     ignored: Counter = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
@@ -119,9 +130,9 @@ class Tally:
     seen: Seen = field(default_factory=Seen)
 
     @classmethod
-    def restored(cls, state: dict, bad: list[dict], max_bad_rows: int) -> Tally:
+    def restored(cls, state: dict, bad: list[dict], held_out: list, max_bad_rows: int) -> Tally:
         """The tally whose `state()` this is; `notes` come again as the rows are passed over."""
-        tally = cls(max_bad_rows=max_bad_rows, bad=bad, content=bytes.fromhex(state["content"]))
+        tally = cls(max_bad_rows=max_bad_rows, bad=bad, held_out=held_out, content=bytes.fromhex(state["content"]))
         for name in COUNTERS:
             setattr(tally, name, Counter(state[name]))
         for name in NUMBERS:
@@ -129,7 +140,7 @@ class Tally:
         return tally
 
     def state(self) -> dict:
-        """All but `bad`, `notes` and `seen`, for the journal."""
+        """All but `bad`, `held_out`, `notes` and `seen`, for the journal."""
         return {name: vars(self)[name] for name in NUMBERS + COUNTERS} | {"content": self.content.hex()}
 
     def take(self, outcome: Outcome) -> list[Part]:
@@ -145,6 +156,9 @@ class Tally:
             return []
         if duplicate:
             self.dropped["exact duplicate"] += 1
+            return []
+        if outcome.held_out:
+            self.held_out.append(outcome.held_out)
             return []
         kept = []
         self.extra += len(outcome.parts) - 1
@@ -165,6 +179,7 @@ class Tally:
             "extra": self.extra,
             "dropped": dict(self.dropped),
             "bad": len(self.bad),
+            "held_out": len(self.held_out),
             "cut": self.cut,
             "tokens": self.tokens,
             "supervised": self.supervised,
@@ -174,10 +189,11 @@ class Tally:
         }
 
     def refuse_useless(self, source: str, min_supervised: float) -> None:
-        assert self.rows_in + self.extra == self.kept + self.dropped.total() + len(self.bad)
+        assert self.rows_in + self.extra == self.kept + self.dropped.total() + len(self.bad) + len(self.held_out)
         if self.rows_in == 0:
             raise DataError(f"{source} holds no conversation")
         lost = [f"{count} dropped: {reason}" for reason, count in self.dropped.items()]
+        lost += [f"{len(self.held_out)} held out"] if self.held_out else []
         lost += [f"{len(self.bad)} bad, the first: {self.bad[0]['reason']}"] if self.bad else []
         if self.legal == 0:
             raise DataError(
@@ -256,7 +272,10 @@ def _render_row(job: Job, row: Row) -> Outcome:
         several = len(found) > 1
         ids = [f"{conversation.id}#{one.last + 1}" if several else conversation.id for one in found]
         tags = conversation.tags
-        parts = tuple(_part(job, name, tags, one) for name, one in zip(ids, found, strict=True))
+        pieces = [piece for name, one in zip(ids, found, strict=True) for piece in _split(job, name, one)]
+        parts = tuple(_part(job, name, tags, one) for name, one in pieces)
+        chosen = job.held_out > 0 and (chance := held_out.draw(conversation)) < job.held_out
+        prompt = (chance, held_out.prompt_row(conversation, style.arguments)) if chosen else None
     except DataError as error:
         return Outcome(place=row.place, number=row.number, bad=str(error))
     return Outcome(
@@ -266,7 +285,19 @@ def _render_row(job: Job, row: Row) -> Outcome:
         digest=hashlib.blake2b(conversation.content.encode(), digest_size=8).digest(),
         ignored=conversation.ignored,
         parts=parts,
+        held_out=prompt,
     )
+
+
+def _split(job: Job, name: str, rendered: Rendered) -> list[tuple[str, Rendered]]:
+    """The sample, or its pieces if it is too long and shall be split; those have ids of their own."""
+    tokens, supervised, last = rendered
+    if job.overlong != "split" or len(tokens) <= job.max_length:
+        return [(name, rendered)]
+    whole = Sample(id=name, tokens=tokens, supervised=supervised)
+    pieces = [take(whole, piece) for piece in split(supervised, job.max_length, job.context)]
+    nothing = [(name, Rendered(tokens[: job.max_length], supervised[: job.max_length], last))]
+    return [(piece.id, Rendered(piece.tokens, piece.supervised, last)) for piece in pieces] or nothing
 
 
 def _render(job: Job, row: Conversation, style: Style, *, check: bool) -> list[Rendered]:
@@ -294,10 +325,10 @@ def _part(job: Job, name: str, tags: tuple[str, ...], rendered: Rendered) -> Par
     if not supervised.any():
         dropped = "nothing supervised"
     elif cut:
-        if not job.cut:
+        if job.overlong == "refuse":
             raise DataError(
                 f"{len(tokens)} tokens, max_length is {job.max_length}; raise --data.max_length, leave the row "
-                "out, or cut such rows with --data.overlong cut"
+                "out, or cut or split such rows with --data.overlong cut or split"
             )
         tokens, supervised = tokens[: job.max_length], supervised[: job.max_length]
         dropped = "" if supervised.any() else "nothing supervised within max_length"

@@ -25,11 +25,12 @@ from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from draftsmith.config import DataOptions
-from draftsmith.data import store
+from draftsmith.data import held_out, store
 from draftsmith.data.build import Job, find_form, leave_if_only_imported, outcomes, write_bad_rows
 from draftsmith.data.chat import Style, default_style
 from draftsmith.data.shards import Build, write_description
 from draftsmith.data.sources import Source, open_source
+from draftsmith.data.split import context_size
 from draftsmith.data.template import check_arguments, require_template
 from draftsmith.errors import DataError, UserError
 from draftsmith.types import Sample
@@ -90,7 +91,13 @@ def prepare(
         }
         write_description(build.set, build.shards, manifest["content_hash"])
         write_bad_rows(tally, build.set, report)
+        if options.held_out:
+            num = held_out.write(tally.held_out, build.set / held_out.FILE)
         manifest = store.publish(build.set, folder, manifest, {shard.name: shard.sha256 for shard in build.shards})
+    if options.held_out:
+        report(
+            f"{folder / held_out.FILE}: {num} prompts of {len(tally.held_out)} rows kept out, for evaluation.prompts"
+        )
     for key, count in tally.ignored.items():
         report(f"key {key!r} of {count} rows means nothing here and was passed over")
     for note in tally.notes:
@@ -258,7 +265,17 @@ def _fill(
     if begun:
         report(f"going on after {begun} rows ({len(build.shards)} finished files) of an interrupted run")
         next(islice(rows, begun, begun), None)
-    job = Job(tokenizer=tokenizer, style=style, form=form, max_length=options.max_length, cut=options.overlong == "cut")
+    if options.held_out and form.name in ("text", "tokens"):
+        raise UserError(f"data.held_out is {options.held_out}, but rows of the form {form.name} make no prompts")
+    job = Job(
+        tokenizer=tokenizer,
+        style=style,
+        form=form,
+        max_length=options.max_length,
+        overlong=options.overlong,
+        context=context_size(options.overlong, options.split_context, options.max_length),
+        held_out=options.held_out,
+    )
     for outcome in outcomes(rows, job, options.processes):
         build.add(tally.take(outcome))
         if tally.rows_in % PROGRESS == 0:
@@ -281,6 +298,8 @@ def _check(options: DataOptions) -> Path:
         raise UserError("`prepare` needs both --data.conversations (the rows it reads) and --data.prepared (a folder)")
     if options.max_length < 2:
         raise UserError(f"max_length is {options.max_length}; it must be at least 2")
+    if not 0 <= options.held_out < 1:
+        raise UserError(f"data.held_out is {options.held_out}; give a share of the conversations, below 1, as 0.02")
     if options.max_bad_rows < 0 or options.processes < 1 or not 0 <= options.min_supervised <= 1:
         raise UserError(
             f"max_bad_rows {options.max_bad_rows}, processes {options.processes}, min_supervised "
@@ -319,6 +338,7 @@ def _inputs(
     """All that decides the rows, by the names a user knows them by."""
     given = tokenizer.chat_template or ""  # one, or several by name
     template = given if isinstance(given, str) else json.dumps(given, sort_keys=True)
+    context = context_size(options.overlong, options.split_context, options.max_length)
     dated = "strftime_now" in template and "date_string" not in style.arguments
     return {
         "conversations": source.fingerprint(),
@@ -329,6 +349,8 @@ def _inputs(
         "end-of-turn tokens": None if end_ids is None else sorted(end_ids),
         "max_length": options.max_length,
         "overlong": options.overlong,
+        "split_context": context if options.overlong == "split" else None,
+        "held_out": options.held_out,
         "train_on": options.train_on,
         "reasoning": options.reasoning,
         "form": options.form,

@@ -21,7 +21,7 @@ from draftsmith.data.messages import FINISHES, check_messages
 from draftsmith.data.prompts import content_id
 from draftsmith.errors import DataError, UserError
 
-ROW_KEYS = ("messages", "id", "tags", "finish", "tools", "chat_template_kwargs", "served", "asked")
+ROW_KEYS = ("messages", "id", "tags", "finish", "tools", "chat_template_kwargs", "served", "asked", "conversation_id")
 """What a row may hold besides its form's own columns; other keys are passed over, and counted."""
 
 SPEAKERS = {
@@ -93,6 +93,8 @@ class Conversation:
     """Empty for plain text and for tokens."""
     tools: list[dict] | None = None
     tags: tuple[str, ...] = ()
+    conversation_id: str = ""
+    """Of the conversation that the row is a piece or a variant of, if it says so."""
     finish: str = "stop"
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of the chat template that are this row's own."""
@@ -207,7 +209,17 @@ def _common(row: dict) -> dict[str, Any]:
     arguments = row.get("chat_template_kwargs") or {}
     if not isinstance(arguments, dict):
         raise DataError("chat_template_kwargs must be an object")
-    return {"tools": tools or None, "tags": tuple(tags), "finish": finish, "arguments": arguments}
+    group = row.get("conversation_id")
+    if group is not None and (isinstance(group, bool) or not isinstance(group, (str, int))):
+        raise DataError("conversation_id must be a string or an integer")
+    group = "" if group is None else str(group)
+    return {
+        "conversation_id": group,
+        "tools": tools or None,
+        "tags": tuple(tags),
+        "finish": finish,
+        "arguments": arguments,
+    }
 
 
 def _messages(row: dict, parts: dict[str, Any], form: Form) -> Any:

@@ -61,7 +61,7 @@ class Build:
         self.shards: list[Shard] = []
         self._pending: list[Part] = []
         self._file: _ShardFile | None = None
-        self._bad_noted = 0
+        self._bad_noted, self._held_out_noted = 0, 0
         known = _read_json(self._journal / "inputs.json")
         if known == json.loads(json.dumps(inputs)) and self.set.is_dir():
             self._resume(max_bad_rows)
@@ -102,11 +102,11 @@ class Build:
             seen.append(np.fromfile(file, ENTRY))
             self.shards.append(shard)
         if kept and sum(len(entry["bad"]) for entry in kept) <= max_bad_rows:
-            self.tally = Tally.restored(
-                kept[-1]["tally"], [bad for entry in kept for bad in entry["bad"]], max_bad_rows
-            )
+            bad = [one for entry in kept for one in entry["bad"]]
+            held_out = [(chance, row) for entry in kept for chance, row in entry["held_out"]]
+            self.tally = Tally.restored(kept[-1]["tally"], bad, held_out, max_bad_rows)
             self.tally.seen.load(np.concatenate(seen))
-            self._bad_noted = len(self.tally.bad)
+            self._bad_noted, self._held_out_noted = len(bad), len(held_out)
         else:
             kept, self.shards = [], []
         names = {shard.name for shard in self.shards}
@@ -136,11 +136,12 @@ class Build:
             "shard": list(shard),
             "seen": hashlib.sha256(seen).hexdigest(),
             "bad": tally.bad[self._bad_noted :],
+            "held_out": tally.held_out[self._held_out_noted :],
             "tally": tally.state(),
         }
         write_json(self._journal / f"{number}.json", entry)
         self.shards.append(shard)
-        self._bad_noted, tally.seen.new = len(tally.bad), []
+        self._bad_noted, self._held_out_noted, tally.seen.new = len(tally.bad), len(tally.held_out), []
 
 
 class _ShardFile:

@@ -24,7 +24,7 @@ SCHEMA = 3
 MANIFEST = "manifest.json"
 SAMPLES, SAMPLE = 16, 65_536
 """Pieces of each file, and their bytes, that are compared whenever a folder is opened."""
-SHOWN = ("max_length", "overlong", "train_on", "reasoning", "form", "template arguments")
+SHOWN = ("max_length", "overlong", "split_context", "held_out", "train_on", "reasoning", "form", "template arguments")
 """Inputs whose old and new values a cache miss shows."""
 
 
@@ -79,9 +79,9 @@ def changes(old: dict, inputs: dict, folder: Path) -> list[str]:
         return [f"its format is version {old['schema']}, now {SCHEMA}"]
     before = old["inputs"]
     changed = [
-        f"{name} changed ({before[name]} -> {value})" if name in SHOWN else f"{name} changed"
+        f"{name} changed ({before.get(name)} -> {value})" if name in SHOWN else f"{name} changed"
         for name, value in inputs.items()
-        if before[name] != value
+        if before.get(name) != value
     ]
     broken = damage(old, folder, thorough=True)
     return changed + ([broken] if broken else [])
@@ -92,7 +92,8 @@ def summary(manifest: dict) -> str:
     dropped = "".join(f", {count} dropped ({reason})" for reason, count in counts["dropped"].items())
     cut = f", {counts['cut']} cut" if counts["cut"] else ""
     cut += f", {counts['bad']} bad rows" if counts["bad"] else ""
-    cut += f", {counts['extra']} of them further turns of a row" if counts["extra"] else ""
+    cut += f", {counts['held_out']} rows held out" if counts["held_out"] else ""
+    cut += f", {counts['extra']} of them further turns or pieces of a row" if counts["extra"] else ""
     share = counts["supervised"] / counts["tokens"]
     return f"{counts['kept']} rows{dropped}{cut}, {counts['tokens']} tokens, {share:.1%} supervised"
 

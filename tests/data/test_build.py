@@ -115,7 +115,7 @@ def test_a_killed_process_is_a_fault_of_the_environment(options, monkeypatch):
                 os.kill(child, signal.SIGKILL)
 
     job = object.__new__(build.Job)
-    for name in ("tokenizer", "style", "form", "max_length", "cut"):
+    for name in ("tokenizer", "style", "form", "max_length", "overlong", "context", "held_out"):
         object.__setattr__(job, name, None)
     with pytest.raises(EnvironmentFault, match="was killed"):
         list(build._in_processes(kill(None), job, 1))
@@ -135,7 +135,7 @@ def test_a_row_with_several_samples(options):
     manifest, lines = run(options, tokenizer, end_ids=list(style.end_ids))
     assert open_prepared(options.prepared).ids == ["talk#2", "talk#4", "one"]
     assert (manifest["counts"]["rows_in"], manifest["counts"]["kept"], manifest["counts"]["extra"]) == (2, 3, 1)
-    assert manifest["counts"]["tags"] == {"two": 2} and "1 of them further turns of a row" in lines[-1]
+    assert manifest["counts"]["tags"] == {"two": 2} and "1 of them further turns or pieces of a row" in lines[-1]
     write(options, [row(id="talk#2"), {"messages": talk, "id": "talk"}])
     with pytest.raises(DataError, match="line 2: id 'talk#2' is row 1's too"):
         run(options, tokenizer, end_ids=list(style.end_ids))
@@ -146,6 +146,7 @@ CHANGES = {
     "train_on": {"train_on": "last"},
     "reasoning": {"reasoning": "drop"},
     "form": {"form": "messages"},
+    "held_out": {"held_out": 0.01},
     "columns": {"columns": ("messages=messages",)},
 }
 

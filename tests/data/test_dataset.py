@@ -84,6 +84,7 @@ def test_manifest(options):
         "extra": 0,
         "dropped": {},
         "bad": 0,
+        "held_out": 0,
         "cut": 0,
         "tokens": int(dataset.lengths.sum()),
         "supervised": 5 * len("answer 0?"),
@@ -198,6 +199,30 @@ def test_overlong_is_refused_or_cut(options):
     assert "1 cut" in lines[-1] and "1 dropped (nothing supervised within max_length)" in lines[-1]
     sample = open_prepared(options.prepared)[1]
     assert len(sample.tokens) == 60 and sample.supervised[-1]
+
+
+def test_overlong_is_split(options):
+    """Each supervised token once, with context before it, under an id that says where the piece begins."""
+    write(options, [row(), row("Ho", "long " * 40, id="talk"), row("question " * 20, "found", id="ask")])
+    whole = replace(options, prepared=options.prepared + " whole")
+    run(whole), run(options := replace(options, max_length=60, overlong="split", split_context=20))
+    dataset, documents = open_prepared(options.prepared), open_prepared(whole.prepared)
+    samples = [dataset[i] for i in range(len(dataset))]
+    counts = dataset.manifest["counts"]
+    assert (counts["cut"], counts["extra"], counts["longest"]) == (0, len(samples) - 3, 60)
+    for document in (documents[i] for i in (1, 2)):
+        pieces = [one for one in samples if one.id.split("@")[0] == document.id]
+        learned = np.concatenate([one.tokens[one.supervised] for one in pieces])
+        assert learned.tolist() == document.tokens[document.supervised].tolist()
+        for number, piece in enumerate(pieces):
+            first = int(piece.id.split("@")[1])
+            assert not piece.supervised[: 20 if number else 0].any() and piece.supervised[20:].any()
+            begin = max(0, first - 20) if first else 0
+            assert piece.tokens.tolist() == document.tokens[begin : begin + 60].tolist()
+    assert [one.id for one in samples][:2] == [documents.ids[0], "talk@0"]
+    assert len([one for one in samples if one.id.startswith("ask")]) == 1  # no piece for the prompt alone
+    with pytest.raises(UserError, match="data.split_context is 59"):
+        run(replace(options, split_context=59))
 
 
 def test_a_row_that_just_fits(options):

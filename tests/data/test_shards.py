@@ -131,6 +131,17 @@ def test_killed_twice_and_continued_by_more_processes(options, tmp_path):
     assert files(options.prepared) == files(whole.prepared)
 
 
+def test_a_killed_run_forgets_no_held_out_row(options, tmp_path):
+    options = replace(options, held_out=0.4)
+    whole = replace(options, prepared=str(tmp_path / "whole"))
+    manifest, _ = run(whole)
+    assert manifest["counts"]["held_out"] > 5
+    killed(options, "render", 27)
+    _, lines = run(options)
+    assert any("of an interrupted run" in line for line in lines)
+    assert files(options.prepared) == files(whole.prepared)
+
+
 def partial(options):
     return Path(options.prepared).parent / ".out.partial"
 
@@ -168,7 +179,7 @@ def change_rows(options):
     [lambda o: replace(o, max_length=100), lambda o: replace(o, train_on="last"), change_rows],
 )
 def test_other_inputs_begin_afresh(options, tmp_path, change):
-    killed(options, "render", 20)
+    killed(options, "render", 27)
     assert partial(options).exists()
     options = change(options)
     _, lines = run(options)
