@@ -74,7 +74,8 @@ def run(num: int, num_tokens: int, num_anchors: int, *, packs: int, repeats: int
             return make_plan(data, options, OptimOptions(epochs=epochs), 0, [], tokenizer=None)
 
         def stream(plan: Plan, workers: int):
-            return pack_stream(PackBuilder(plan.dataset, options, shape, 0), plan.schedule, plan.schedule.places(), workers)
+            builder, schedule = PackBuilder(plan.dataset, options, shape, 0), plan.schedule
+            return pack_stream(builder, schedule, schedule.places(), workers)
 
         def first_pack(epochs: int) -> Callable[[], object]:
             return lambda: next(stream(planned(epochs), 0))
