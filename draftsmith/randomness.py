@@ -7,6 +7,7 @@ name the draw: who draws (its purpose), the run's seed, the epoch, the sample.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 import numpy as np
 from jaxtyping import UInt64
@@ -21,6 +22,12 @@ def keyed_seed(*words: str | int) -> int:
 def keyed_generator(*words: str | int) -> np.random.Generator:
     """A fresh NumPy generator for exactly this key."""
     return np.random.Generator(np.random.Philox(key=keyed_seed(*words)))
+
+
+def name_keys(names: Iterable[str]) -> UInt64[np.ndarray, " n"]:
+    """A 64-bit key for each name, for `keyed_draws`."""
+    digests = b"".join(hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names)
+    return np.frombuffer(digests, "<u8")
 
 
 def keyed_draws(keys: UInt64[np.ndarray, " n"], *words: str | int) -> UInt64[np.ndarray, " n"]:

@@ -168,9 +168,8 @@ class PreparedDataset:
         """Which rows carry the tag."""
         found = [np.zeros(len(chunk), bool) for chunk in self._columns.tags.chunks]
         for rows, chunk in zip(found, self._columns.tags.chunks, strict=True):
-            rows[
-                pc.list_parent_indices(chunk).to_numpy()[pc.equal(chunk.flatten(), tag).to_numpy(zero_copy_only=False)]
-            ] = True
+            carried = pc.equal(chunk.flatten(), tag).to_numpy(zero_copy_only=False)
+            rows[pc.list_parent_indices(chunk).to_numpy()[carried]] = True
         return np.concatenate(found)
 
     def id(self, index: int) -> str:

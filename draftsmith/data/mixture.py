@@ -11,6 +11,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from draftsmith.data.dataset import PreparedDataset, open_prepared
 from draftsmith.data.split import Piece, context_size, split, take
 from draftsmith.errors import UserError
 from draftsmith.packing import Cap, Mix, Schedule
-from draftsmith.randomness import keyed_seed
+from draftsmith.randomness import name_keys
 from draftsmith.types import Sample
 
 
@@ -135,8 +136,7 @@ def make_mix(
         weights[left_out] = 0
     if not caps and (weights == 1).all():
         return None
-    key = np.fromiter((keyed_seed("row", name) for name in dataset.ids()), np.uint64, len(dataset))
-    return Mix(weight=weights, key=key, caps=caps)
+    return Mix(weight=weights, key=name_keys(dataset.ids()), caps=caps)
 
 
 def describe(dataset: TrainingSet, schedule: Schedule) -> list[str]:
@@ -156,13 +156,19 @@ def describe(dataset: TrainingSet, schedule: Schedule) -> list[str]:
         start = end
     if repeated := len(ids := dataset.ids()[:start]) - len(set(ids)):
         lines.append(f"mix: {repeated:,} ids occur in more than one folder; such rows are seen for each")
-    for cap in schedule.mix.caps if schedule.mix else ():
-        seen, unit = cap.member[rows], "tokens" if cap.in_tokens else "rows"
-        lines.append(
-            f"cap: {cap.tag}, {cap.limit:,} {unit} an epoch: {int(cap.member.sum()):,} rows, {int(seen.sum()):,} "
-            f"visits in the first epoch, {int(lengths[seen].sum()):,} tokens"
-        )
+    if schedule.mix and schedule.mix.caps:
+        uncapped = replace(schedule.mix, caps=()).visits(schedule.seed, 0, schedule.lengths) % len(dataset)
+        lines += [_describe_cap(cap, rows, lengths, uncapped) for cap in schedule.mix.caps]
     return lines
+
+
+def _describe_cap(cap: Cap, rows: Int[np.ndarray, " visit"], lengths: Int[np.ndarray, " visit"], uncapped) -> str:
+    seen, unit, before = cap.member[rows], "tokens" if cap.in_tokens else "rows", int(cap.member[uncapped].sum())
+    effect = "" if seen.sum() < before else ", so it takes nothing away"
+    return (
+        f"cap: {cap.tag}, {cap.limit:,} {unit} an epoch: {int(seen.sum()):,} of {before:,} visits in the first epoch, "
+        f"{int(lengths[seen].sum()):,} tokens{effect}"
+    )
 
 
 def _parse_mix(options: DataOptions) -> list[tuple[str, float]]:

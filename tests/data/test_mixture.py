@@ -117,7 +117,13 @@ def test_caps_by_tag(folders):
     odd = [name for name in seen(plan, 0) if int(name.split()[1]) % 2]
     assert len(odd) <= 5 and len(seen(plan, 0)) >= 21
     assert seen(plan, 0) != seen(plan, 1)
-    assert any(line.startswith("cap: odd, 5 rows an epoch: 21 rows, ") for line in plan.remarks)
+    assert any(line.startswith("cap: odd, 5 rows an epoch: ") and " of 21 visits" in line for line in plan.remarks)
+    assert not any("nothing away" in line for line in plan.remarks)
+
+
+def test_a_cap_without_effect_is_said(folders):
+    plan = plan_of(prepared=folders["chat"], caps=("odd=15",))
+    assert any("15 of 15 visits" in line and line.endswith("so it takes nothing away") for line in plan.remarks)
 
 
 def test_a_cap_of_one_folder(folders):
