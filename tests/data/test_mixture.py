@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from draftsmith.config import DataOptions, OptimOptions, PackOptions
+from draftsmith.data import shards
 from draftsmith.data.dataset import prepare, tokenizer_fingerprint
 from draftsmith.data.loader import PackBuilder, pack_stream
 from draftsmith.data.mixture import open_training_set
@@ -96,6 +98,27 @@ def test_the_order_does_not_depend_on_how_folders_are_named(folders, tmp_path):
         for builder, plan in plans
     ]
     assert ids[0] == ids[1] and len(ids[0]) > 2
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # torch counts the machine's cores
+def test_packs_do_not_depend_on_workers(folders):
+    plan = plan_of(mix=(f"{folders['chat']}=1.5", folders["code"]), caps=("code=5",))
+    builder = PackBuilder(plan.dataset, PACK, block_shape(4), 0)
+    streams = [list(pack_stream(builder, plan.schedule, plan.schedule.places(), workers)) for workers in (0, 2)]
+    assert len(streams[0]) == len(streams[1]) > 3
+    for one, other in zip(*streams, strict=True):
+        assert (one.sample_ids, one.samples, one.index) == (other.sample_ids, other.samples, other.index)
+        assert torch.equal(one.blocks.anchor, other.blocks.anchor) and torch.equal(one.tokens, other.tokens)
+
+
+def test_the_order_does_not_depend_on_how_rows_lie_in_files(folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "SHARD_BYTES", 400)
+    monkeypatch.setattr(shards, "BATCH", 3)
+    other = make_set(tmp_path, "chat", rows_of("chat", 30, tags=("odd",)))
+    plans = [plan_of(mix=(folder, f"{folders['code']}=0.5")) for folder in (folders["chat"], other)]
+    files = [plan.dataset.parts[[p.weight for p in plan.dataset.parts].index(1)].dataset.manifest for plan in plans]
+    assert [sum(name.endswith(".arrow") for name in one["files"]) > 2 for one in files] == [False, True]
+    assert [p.tolist() for p in plans[0].schedule.packs(1)] == [p.tolist() for p in plans[1].schedule.packs(1)]
 
 
 def test_rows_keep_their_identity_and_content(folders):
