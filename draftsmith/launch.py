@@ -19,7 +19,7 @@ import torch
 from draftsmith.config import Recipe, to_toml
 from draftsmith.errors import EnvironmentFault, UserError
 from draftsmith.ranks import started_by_launcher
-from draftsmith.roles import choose_roles
+from draftsmith.roles import roles_of
 from draftsmith.telemetry import Console
 
 MARK = "DRAFTSMITH_LAUNCHED"
@@ -51,15 +51,7 @@ def number_of_processes(recipe: Recipe) -> int:
     world = wanted or gpus or 1
     if wanted is None and recipe.layout != "split":
         world = min(world, recipe.optim.packs_per_step)  # more GPUs than packs of a step would idle
-    choose_roles(
-        recipe.layout,
-        world,
-        drafters=options.drafters,
-        targets=options.targets,
-        target_ranks=options.target_ranks,
-        canonical=options.canonical,
-        packs_per_step=recipe.optim.packs_per_step,
-    )
+    roles_of(recipe, world)
     return world
 
 

@@ -29,12 +29,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from draftsmith.errors import EnvironmentFault, UserError
+from draftsmith.errors import EnvironmentFault, Interrupted, UserError
 from draftsmith.pulse import Pulse
 from draftsmith.roles import Roles
 
 JOIN_SECONDS = 300.0
 """A rank that has not said hello by then is named, and the others end."""
+LEAVE_SECONDS = 3.0
 COLLECTIVE_TIMEOUT = timedelta(hours=24)
 """Long: one rank may evaluate or save while the others wait, and whoever hangs is found by the watchdog."""
 
@@ -188,7 +189,7 @@ class Ranks:
         with contact(self):
             while not self.store.check([key]):
                 if self.store.check(["fault"]):
-                    _leave(json.loads(self.store.get("fault"))["code"])
+                    _leave(self, json.loads(self.store.get("fault"))["code"])
                 time.sleep(pause)
                 pause = min(0.2, 2 * pause)
             return self.store.get(key).decode()
@@ -213,7 +214,7 @@ def join(roles: Roles, device: torch.device, facts: dict[str, str], *, hang_seco
     ranks = Ranks(roles=roles, rank=rank, device=device, pulse=Pulse(hang_seconds))
     folder: Path | None = None
     try:
-        ranks.store = _meet(ranks, facts)
+        _meet(ranks, facts)
         folder = _start_watchdog(ranks)
         with contact(ranks):
             _make_groups(ranks)
@@ -241,7 +242,7 @@ def contact(ranks: Ranks) -> Iterator[None]:
         raise LostContact(f"{ranks.name} lost contact with another rank: {reason}") from error
 
 
-def _meet(ranks: Ranks, facts: dict[str, str]) -> dist.Store:
+def _meet(ranks: Ranks, facts: dict[str, str]) -> None:
     """Say hello, wait for everybody, and compare notes. Raises UserError naming who differs or who is missing."""
     address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
     try:
@@ -252,6 +253,7 @@ def _meet(ranks: Ranks, facts: dict[str, str]) -> dist.Store:
             f"{ranks.name} cannot meet the others at {address}: {why}. Give this run an address and port of its own "
             "(torchrun --rdzv-endpoint, or MASTER_ADDR and MASTER_PORT)"
         ) from error
+    ranks.store = store
     store.set(f"hello/{ranks.rank}", json.dumps({**facts, "host": socket.gethostname()}))
     if ranks.is_first:
         store.set("verdict", _verdict(store, ranks, facts, world))
@@ -262,7 +264,6 @@ def _meet(ranks: Ranks, facts: dict[str, str]) -> dist.Store:
         raise LostContact(f"{ranks.name} waited {JOIN_SECONDS:.0f} s for rank 0 in vain") from error
     if verdict:
         raise UserError(verdict)
-    return store
 
 
 def _verdict(store: dist.Store, ranks: Ranks, facts: dict[str, str], world: int) -> str:
@@ -330,6 +331,8 @@ def _tell(ranks: Ranks, error: BaseException) -> None:
     if ranks.store is None or not isinstance(error, Exception):
         return
     code = getattr(error, "exit_code", 1)
+    if isinstance(error, Interrupted) and not ranks.is_first:
+        _leave(ranks, code)
     text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     if isinstance(error, LostContact):
         time.sleep(2.0)  # whoever caused this speaks first, and the launcher names a rank that was killed
@@ -337,11 +340,26 @@ def _tell(ranks: Ranks, error: BaseException) -> None:
     with suppress(dist.DistError, RuntimeError):
         said = ranks.store.compare_set("fault", "", mine).decode()
         if said != mine:
-            _leave(json.loads(said)["code"])
+            _leave(ranks, json.loads(said)["code"])
     _write_error_file(ranks, text)
+    if ranks.is_first:
+        _let_others_leave(ranks)
 
 
-def _leave(code: int) -> None:
+def _let_others_leave(ranks: Ranks) -> None:
+    """Rank 0 may hold the store in which the others look for the reason; they get a moment."""
+    until = time.monotonic() + LEAVE_SECONDS
+    with suppress(dist.DistError, RuntimeError):
+        while ranks.store is not None and time.monotonic() < until:
+            if ranks.store.add("left", 0) >= ranks.roles.world - 1:
+                return
+            time.sleep(0.02)
+
+
+def _leave(ranks: Ranks, code: int) -> None:
+    with suppress(dist.DistError, RuntimeError):
+        if ranks.store is not None:
+            ranks.store.add("left", 1)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # a collective that never ends must not hold up the exit

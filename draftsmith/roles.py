@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import NamedTuple
 
+from draftsmith.config import Recipe
 from draftsmith.errors import UserError
 from draftsmith.packing import Schedule
 
@@ -133,32 +134,27 @@ def summation(first: int, stride: int, num: int) -> list[Lane]:
     return [*left, *right[:-1], Lane(last.number, last.merges + 1)]
 
 
-def choose_roles(
-    layout: str,
-    world: int,
-    *,
-    drafters: int | None = None,
-    targets: int | None = None,
-    target_ranks: int = 1,
-    canonical: bool = False,
-    packs_per_step: int = 1,
-) -> Roles:
-    """The roles that a layout gives `world` processes. Raises UserError where they do not fit."""
-    if layout != "split":
+def roles_of(recipe: Recipe, world: int) -> Roles:
+    """The roles that the recipe gives `world` processes. Raises UserError where they do not fit."""
+    options, packs_per_step = recipe.pipeline, recipe.optim.packs_per_step
+    targets, drafters, target_ranks = options.targets, options.drafters, options.target_ranks
+    if recipe.layout != "split":
         given = [name for name, value in (("targets", targets), ("drafters", drafters)) if value is not None]
         if given or target_ranks != 1:
             names = ", ".join(f"pipeline.{name}" for name in [*given, *["target_ranks"] * (target_ranks != 1)])
-            raise UserError(f'{names} would have no effect with layout = "{layout}"; leave it out or use "split"')
-        roles = Roles(drafters=world, canonical=canonical)
+            raise UserError(
+                f'{names} would have no effect with layout = "{recipe.layout}"; leave it out or use "split"'
+            )
+        roles = Roles(drafters=world, canonical=options.canonical)
     else:
-        roles = _split(world, drafters, targets, target_ranks, canonical)
+        roles = _split(world, drafters, targets, target_ranks, options.canonical)
     if roles.drafters > packs_per_step:
         raise UserError(
             f"optim.packs_per_step is {packs_per_step} and there are {roles.drafters} drafter ranks, so "
             f"{roles.drafters - packs_per_step} would never have work; use a multiple of {roles.drafters} packs, or "
             "fewer ranks"
         )
-    if canonical and roles.drafters & (roles.drafters - 1):
+    if roles.canonical and roles.drafters & (roles.drafters - 1):
         raise UserError(
             f"pipeline.canonical needs 1, 2, 4, 8, ... drafter ranks, and there are {roles.drafters}; change their "
             "number or leave canonical off"

@@ -22,7 +22,7 @@ from draftsmith.compile import allow_compiling, forbid_recompiling
 from draftsmith.config import Recipe
 from draftsmith.data.loader import pack_stream
 from draftsmith.drafters.dflash import config_json
-from draftsmith.errors import Interrupted
+from draftsmith.errors import Interrupted, UserError
 from draftsmith.evaluate import is_due
 from draftsmith.features.wire import Receiver
 from draftsmith.job import Job, build_job, check_recipe, choose_device
@@ -31,7 +31,7 @@ from draftsmith.optim import learning_rate
 from draftsmith.randomness import keyed_seed
 from draftsmith.ranks import Ranks, alone, join, started_by_launcher
 from draftsmith.report import Progress, Report
-from draftsmith.roles import choose_roles
+from draftsmith.roles import roles_of
 from draftsmith.run import decisive, refuse_other_recipe, versions
 from draftsmith.signals import StopRequest
 from draftsmith.supply import supply
@@ -47,8 +47,6 @@ def train(recipe: Recipe, console: Console) -> dict | None:
     Raises Interrupted after a signal (saved first), Diverged after too many non-finite gradients, and UserError for
     options or data that cannot work.
     """
-    check_recipe(recipe)
-    refuse_other_recipe(recipe)
     with take_part(recipe) as ranks:
         console = console if ranks.is_first else Silent()
         if ranks.target is not None:
@@ -59,17 +57,16 @@ def train(recipe: Recipe, console: Console) -> dict | None:
 
 def take_part(recipe: Recipe) -> AbstractContextManager[Ranks]:
     """This process's place: alone, or among those that torchrun or `launch` started."""
-    options, device = recipe.pipeline, choose_device(recipe.device)
-    world = int(os.environ["WORLD_SIZE"]) if started_by_launcher() else 1
-    roles = choose_roles(
-        recipe.layout,
-        world,
-        drafters=options.drafters,
-        targets=options.targets,
-        target_ranks=options.target_ranks,
-        canonical=options.canonical,
-        packs_per_step=recipe.optim.packs_per_step,
-    )
+    options = recipe.pipeline
+    try:
+        check_recipe(recipe)
+        refuse_other_recipe(recipe)
+        roles = roles_of(recipe, int(os.environ["WORLD_SIZE"]) if started_by_launcher() else 1)
+    except UserError as error:
+        if os.environ.get("RANK", "0") != "0":
+            raise SystemExit(error.exit_code) from error  # rank 0 says the same
+        raise
+    device = choose_device(recipe.device)
     if not started_by_launcher():
         return nullcontext(alone(device, options.hang_seconds))
     facts = {name: str(value) for name, value in decisive(recipe).items()} | versions()

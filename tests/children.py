@@ -18,6 +18,7 @@ import torch
 
 # Imported for the server's sake: what verbs would import when they run.
 from draftsmith import capture, checkpoint, cli, demo, job, optim, train, verbs  # noqa: F401
+from draftsmith.targets import HFTarget
 
 torch.set_num_threads(1)
 _context = multiprocessing.get_context("forkserver")
@@ -49,6 +50,7 @@ class Ended:
 CALLS: dict[str, tuple[object, str]] = {
     "optimizer step": (optim.MasterAdamW, "step"),
     "loss": (train, "pack_loss"),
+    "capture": (HFTarget, "capture"),
     "fsync": (os, "fsync"),
     "rename": (os, "rename"),
     "prune": (checkpoint, "prune"),

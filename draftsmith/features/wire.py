@@ -208,11 +208,12 @@ class Receiver:
 
     def stop(self) -> None:
         """Tell the targets to end, and let what they have sent already land."""
+        spare = self._reading or self._buffers[0]  # what has landed is not needed any more
         for target in self.peers:
             self._say(target, STOP)
         for target in self.peers:
             while self._announced(target)[0] == DATA:
-                self._take(target, self._buffers[0])
+                self._take(target, spare)
         for work, _ in self._words:
             _wait(work, self.ranks)
 
