@@ -83,11 +83,13 @@ class Inputs:
     prompts: list[Prompt]
 
 
-def read_inputs(recipe: Recipe, device: torch.device) -> Inputs:
+def read_inputs(recipe: Recipe, ranks: Ranks) -> Inputs:
     """Cheap checks first. Raises UserError or DataError with one clear message."""
-    if device.type == "cuda":
+    if ranks.device.type == "cuda":
         check_tiles(recipe)
     data, path = recipe.data, recipe.evaluation.prompts
+    if data.overlap == "warn" and not ranks.is_first:  # one process looks and says it
+        data = replace(data, overlap="ignore")
     prompts = read_prompts(Path(path)) if path else []
     plan = make_plan(data, recipe.pack, recipe.optim, recipe.seed, prompts, load_tokenizer(recipe.target))
     return Inputs(plan=plan, prompts=prompts[: recipe.evaluation.limit])
@@ -95,7 +97,7 @@ def read_inputs(recipe: Recipe, device: torch.device) -> Inputs:
 
 def build_job(recipe: Recipe, ranks: Ranks, console: Console) -> Job:
     """Build and check all parts of a drafter rank. Raises UserError or DataError with one clear message."""
-    device, inputs = ranks.device, read_inputs(recipe, ranks.device)
+    device, inputs = ranks.device, read_inputs(recipe, ranks)
     plan, dataset = inputs.plan, inputs.plan.dataset
     if ranks.roles.targets:
         target, channel_size = receive_target(recipe, ranks)

@@ -34,7 +34,7 @@ from draftsmith.types import Pack
 def supply(recipe: Recipe, ranks: Ranks, console: Console) -> None:
     """Capture and send until everything is sent. Raises Interrupted when the drafters stop before that."""
     with ranks.pulse("setup"):
-        inputs = read_inputs(recipe, ranks.device)
+        inputs = read_inputs(recipe, ranks)
         schedule = inputs.plan.schedule
         target = TARGETS["hf"](recipe.target, ranks.device, recipe.drafter.num_layers, mesh=ranks.mesh)
         shape = BlockShape(block_size=recipe.drafter.block_size, mask_token_id=0, gamma=1.0, window=None)

@@ -21,7 +21,7 @@ from draftsmith.export.record import measure_record
 from draftsmith.targets import HFTarget
 
 UNPUBLISHED = ("regenerate.servers", "regenerate.api_key_env")
-PRIVATE = ("run", "init", "data.conversations", "data.prepared", "evaluation.prompts", "regenerate.prompts")
+PRIVATE = ("run", "init", "data.conversations", "data.prepared", "data.mix", "evaluation.prompts", "regenerate.prompts")
 
 
 def publish(
@@ -59,7 +59,7 @@ def describe(recipe: Recipe, found: Checkpoint, drafter: DFlashDrafter, license:
     path = Path(recipe.target.path)
     local = path.is_dir()
     options = {
-        key: Path(value).name if isinstance(value, str) and key.startswith((*PRIVATE, "regenerate.output")) else value
+        key: _last_part(value) if key.startswith((*PRIVATE, "regenerate.output")) else value
         for key, value in flatten(tomllib.loads(to_toml(recipe))).items()
         if not key.startswith(UNPUBLISHED)
     }
@@ -84,6 +84,13 @@ def describe(recipe: Recipe, found: Checkpoint, drafter: DFlashDrafter, license:
         "commit": _commit(),
         "recipe": options,
     }
+
+
+def _last_part(value: object) -> object:
+    """Of a path, or of each of several."""
+    if isinstance(value, list):
+        return [_last_part(one) for one in value]
+    return Path(value).name if isinstance(value, str) else value
 
 
 def _training_accept(run: Path, step: int) -> float | None:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -218,6 +219,27 @@ def test_rows_longer_than_a_pack_are_split(folders):
         assert all(len(piece.tokens) <= 400 and not piece.supervised[:50].any() for piece in mine[1:])
     assert sum(seen(plan, 0).values()) == len(plan.dataset) == 30 + len(pieces)
     assert any(f"3 samples are longer than pack.tokens = 400 and make {len(pieces)} pieces" in x for x in plan.remarks)
+
+
+def test_prepare_and_train_split_alike(folders, tmp_path):
+    """The same samples, whether a conversation is split at max_length or a sample at pack.tokens."""
+    options = DataOptions(
+        conversations=str(Path(folders["long"]).with_suffix(".jsonl")),
+        prepared=str(tmp_path / "split"),
+        max_length=400,
+        overlong="split",
+        split_context=50,
+    )
+    tokenizer = tiny_tokenizer()
+    prepare(tokenizer, tokenizer_fingerprint(tokenizer), options, lambda line: None)
+    early = open_training_set(DataOptions(prepared=options.prepared), 400)
+    late = open_training_set(DataOptions(prepared=folders["long"], overlong="split", split_context=50), 400)
+    samples = [{one.id: one for one in (some[row] for row in range(len(some)))} for some in (early, late)]
+    assert samples[0].keys() == samples[1].keys() and len(samples[0]) == len(early) == len(late) > 6
+    for name, one in samples[0].items():
+        assert one.tokens.tolist() == samples[1][name].tokens.tolist()
+        assert one.supervised.tolist() == samples[1][name].supervised.tolist()
+    assert [late.id(row) for row in range(len(late))] == [late[row].id for row in range(len(late))]
 
 
 def test_pieces_of_a_document_are_seen_together(folders):

@@ -18,9 +18,11 @@ from draftsmith.drafters.dflash import DFlashConfig
 from draftsmith.errors import EnvironmentFault, UserError
 from draftsmith.export import EXPORTS, folder
 from draftsmith.export.card import fenced, plain
+from draftsmith.export.publish import describe
 from draftsmith.export.serve import serve_commands, sglang_objections
 from draftsmith.export.speculators import speculators_config
 from draftsmith.export.zlab import zlab_config
+from draftsmith.run import find_checkpoint
 from draftsmith.targets import HFTarget
 from draftsmith.telemetry import Console
 from draftsmith.train import train
@@ -267,3 +269,10 @@ def test_layouts_agree_about_a_tied_target():
     for layout in EXPORTS.values():
         _, tensors = layout(drafter, target, "t")
         assert torch.equal(tensors["fc.weight"], drafter.fc.weight.to(torch.bfloat16))
+
+
+def test_no_folder_of_this_machine_is_published(run):
+    mixed = with_options(run, "data", prepared="/home/me/set", mix=("/home/me/words=0.5", "sums"))
+    record = describe(mixed, find_checkpoint(Path(run.run), "last", print), tiny_drafter(), "")
+    assert record["recipe"]["data.mix"] == ["words=0.5", "sums"] and record["recipe"]["data.prepared"] == "set"
+    assert "/home/me" not in json.dumps(record)
