@@ -181,3 +181,17 @@ def test_more_drafters_than_packs_are_refused(world, tmp_path):
     ended = run_ranks(recipe, 2)
     assert {e.code for e in ended} == {2}
     assert "there are 2 drafter ranks, so 1 would never have work" in "".join(e.output for e in ended)
+
+
+def test_a_mixture_is_the_same_in_another_layout(world, tmp_path):
+    """Rows seen several times, rows left out: a pure function of the recipe, in every process."""
+    found = []
+    for name, layout, world_size in (("one", "colocated", 1), ("two", "split", 2)):
+        recipe = short(world, tmp_path / name, layout, **({"targets": 1, "drafters": 1} if world_size == 2 else {}))
+        recipe = with_options(recipe, "data", prepared="", mix=(f"{world / 'prepared'}=1.5",), caps=("odd=8",))
+        ended = run_ranks(recipe, world_size)
+        assert {e.code for e in ended} == {0}, [e.output for e in ended]
+        found.append(outcome(recipe))
+    assert_same_bits(*found)
+    samples = [name for line in found[0]["ledger"].splitlines() for name in json.loads(line)["samples"]]
+    assert len(samples) > len(set(samples))
