@@ -43,7 +43,7 @@ def run(shape: Shape, device: torch.device, options: dict, repeats: int = 10) ->
     )
     key.requires_grad_()
     value.requires_grad_()
-    flex.KERNEL_OPTIONS = options
+    flex.TILES[shape.head_dim] = options or None
     mask = flex.flex_mask(spans, shape.tokens)
     out = flex.flex(query, key, value, mask)
     upstream = torch.randn_like(out)

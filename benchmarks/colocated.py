@@ -9,11 +9,12 @@ import numpy as np
 import torch
 
 from benchmarks import step, target
-from benchmarks.measure import spread
+from benchmarks.measure import clean, peak_gib, spread
 from draftsmith.anchors import BlockShape
 from draftsmith.compile import compile_layers
 from draftsmith.config import OptimOptions, PackOptions
 from draftsmith.data.loader import PackBuilder, make_schedule, pack_stream
+from draftsmith.fp8 import quantised_head, train_in_fp8
 from draftsmith.optim import MasterAdamW
 from draftsmith.train import block_loss
 from draftsmith.types import Sample
@@ -40,9 +41,16 @@ class Documents:
 
 
 def run(
-    shape: step.Shape, device: torch.device, num_layers: int, layer_ids: tuple[int, ...], *, steps: int, workers: int
+    shape: step.Shape,
+    device: torch.device,
+    num_layers: int,
+    layer_ids: tuple[int, ...],
+    *,
+    steps: int,
+    workers: int,
+    fp8: bool = False,
 ):
-    """One row of results; `tokens_per_s` counts tokens of documents, padding excluded."""
+    """One row of results; `tokens_per_s` counts tokens of documents, no padding. `fp8`: target, drafter and head."""
     rng = np.random.default_rng(0)
     mean = shape.document
     lengths = np.clip(rng.lognormal(np.log(mean) - 0.125, 0.5, 600), 16, shape.tokens // 4).astype(np.int64)
@@ -55,12 +63,16 @@ def run(
     builder = PackBuilder(
         documents, options, BlockShape(block_size=shape.block, mask_token_id=0, gamma=7.0, window=None), 0
     )
+    clean(device)
     frozen = target.build(shape, device, num_layers, layer_ids)
     model = step.drafter(shape, device)
+    if fp8:
+        frozen.capture_in_fp8()
+        train_in_fp8(model.layers)
+    fp8_head = quantised_head(frozen.head) if fp8 else None
     if device.type == "cuda":
         frozen.compile_layers()
         compile_layers(model, "on")
-        torch.cuda.reset_peak_memory_stats(device)
     optimizer = MasterAdamW(model, OptimOptions(), {})
     times, tokens, start, warmup = [], 0, 0.0, min(4, steps - 1)
     for number, pack in enumerate(pack_stream(builder, schedule, schedule.places(), workers)):
@@ -69,7 +81,7 @@ def run(
         moved = pack.to(device)
         features = frozen.capture(moved)
         draft = model(features, moved.position, frozen.embed(moved.blocks.tokens), moved.blocks)
-        loss = block_loss(draft, moved.blocks, moved.blocks.rows, frozen.head, chunk=shape.chunk)
+        loss = block_loss(draft, moved.blocks, moved.blocks.rows, frozen.head, chunk=shape.chunk, fp8_head=fp8_head)
         loss.total.backward()
         optimizer.step(loss.weight, 1e-4)
         optimizer.zero_grad()
@@ -87,8 +99,9 @@ def run(
         "fill_tokens": schedule.fill()[0],
         "fill_anchors": schedule.fill()[1],
         "loader_workers": workers,
+        "fp8": "target drafter head" if fp8 else "none",
         **spread(times),
         "tokens_per_s": tokens / sum(times),
         "budget_tokens_per_s": shape.tokens * len(times) / sum(times),
-        "peak_memory_gib": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0,
+        "peak_memory_gib": peak_gib(device),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import platform
 import statistics
@@ -47,6 +48,20 @@ def sustained_rate(device: torch.device, seconds: float, size: int = 8192) -> fl
             count += 1
         _wait(device)
     return count * 2 * size**3 / (time.perf_counter() - start)
+
+
+def clean(device: torch.device) -> None:
+    """Let go of what an earlier benchmark of this process left: compiled code, and models in reference cycles."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_gib(device: torch.device) -> float:
+    """Largest memory in use since `clean`."""
+    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
 
 
 def spread(times: list[float]) -> dict[str, float]:

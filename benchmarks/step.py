@@ -7,15 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from benchmarks.measure import seconds_of, spread, sustained_rate
+from benchmarks.measure import clean, peak_gib, seconds_of, spread, sustained_rate
 from draftsmith.anchors import BlockShape, build_blocks
 from draftsmith.compile import compile_layers
 from draftsmith.config import OptimOptions
 from draftsmith.drafters import DFlashDrafter
 from draftsmith.drafters.dflash import DFlashConfig
+from draftsmith.fp8 import quantised_head, train_in_fp8
 from draftsmith.optim import MasterAdamW
 from draftsmith.train import block_loss
-from draftsmith.types import Blocks, Features
+from draftsmith.types import Blocks, Features, Loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,31 +101,58 @@ def useful_flop(shape: Shape, rows: int) -> float:
     )
 
 
-def run(shape: Shape, device: torch.device, compile_mode: str, repeats: int, rate: float | None = None) -> dict:
-    """One row of results."""
-    torch.manual_seed(0)
-    model = drafter(shape, device)
-    compile_layers(model, compile_mode)
-    optimizer = MasterAdamW(model, OptimOptions(), {})
-    position, made = blocks(shape, device)
-    kind = model.dtype
-    context = torch.randn(shape.tokens, shape.taps * shape.hidden, device=device, dtype=kind)
-    table = torch.randn(shape.vocabulary, shape.hidden, device=device, dtype=kind) * 0.02
-    embedded = table[made.tokens]
+class Step:
+    """A drafter, its optimizer and synthetic features: one call is one training step."""
 
-    def step() -> None:
-        draft = model(Features(context=context), position, embedded, made)
-        loss = block_loss(draft, made, made.rows[: made.num_rows], table, chunk=shape.chunk)
+    def __init__(
+        self, shape: Shape, device: torch.device, compile_mode: str, *, recompute="none", fp8: tuple[str, ...] = ()
+    ) -> None:
+        torch.manual_seed(0)
+        self.shape = shape
+        self.model = drafter(shape, device)
+        for layer in self.model.layers:
+            layer.recompute = recompute
+        if "drafter" in fp8:
+            train_in_fp8(self.model.layers)
+        compile_layers(self.model, compile_mode)
+        self.optimizer = MasterAdamW(self.model, OptimOptions(), {})
+        self.position, self.blocks = blocks(shape, device)
+        kind = self.model.dtype
+        self.context = torch.randn(shape.tokens, shape.taps * shape.hidden, device=device, dtype=kind)
+        self.head = torch.randn(shape.vocabulary, shape.hidden, device=device, dtype=kind) * 0.02
+        self.fp8_head = quantised_head(self.head) if "head" in fp8 else None
+
+    def loss(self, made: Blocks | None = None) -> Loss:
+        made = made or self.blocks
+        draft = self.model(Features(context=self.context), self.position, self.head[made.tokens], made)
+        rows = made.rows[: made.num_rows]
+        return block_loss(draft, made, rows, self.head, chunk=self.shape.chunk, fp8_head=self.fp8_head)
+
+    def __call__(self) -> None:
+        loss = self.loss()
         loss.total.backward()
-        optimizer.step(loss.weight, 1e-4)
-        optimizer.zero_grad()
+        self.optimizer.step(loss.weight, 1e-4)
+        self.optimizer.zero_grad()
 
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+
+def run(
+    shape: Shape,
+    device: torch.device,
+    compile_mode: str,
+    repeats: int,
+    rate: float | None = None,
+    *,
+    recompute="none",
+    fp8: tuple[str, ...] = (),
+) -> dict:
+    """One row of results."""
+    clean(device)
+    step = Step(shape, device, compile_mode, recompute=recompute, fp8=fp8)
     times = seconds_of(step, device, repeats, warmup=4)
+    peak = peak_gib(device)
     rate = rate or sustained_rate(device, 5.0 if device.type == "cuda" else 0.5, 8192 if device.type == "cuda" else 512)
     figures = spread(times)
-    flop = useful_flop(shape, made.num_rows)
+    flop = useful_flop(shape, step.blocks.num_rows)
     return {
         "tokens": shape.tokens,
         "anchors": shape.anchors,
@@ -132,9 +160,11 @@ def run(shape: Shape, device: torch.device, compile_mode: str, repeats: int, rat
         "document": shape.document,
         "window": shape.window or 0,
         "compile": compile_mode,
+        "recompute": recompute,
+        "fp8": " ".join(fp8) or "none",
         **figures,
         "tokens_per_s": shape.tokens / figures["seconds_median"],
         "share_of_sustained": flop / figures["seconds_median"] / rate,
         "sustained_tflops": rate / 1e12,
-        "peak_memory_gib": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0,
+        "peak_memory_gib": peak,
     }

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.measure import seconds_of, spread, sustained_rate
+from benchmarks.measure import clean, peak_gib, seconds_of, spread, sustained_rate
 from benchmarks.step import Shape
 from draftsmith.targets import HFTarget
 from draftsmith.targets.packed_attention import NAME
@@ -38,27 +38,38 @@ def useful_flop(shape: Shape, num_layers: int) -> float:
     return (2 * per_layer + attention) * num_layers * shape.tokens
 
 
-def run(target: HFTarget, shape: Shape, device: torch.device, compiled: bool, repeats: int) -> dict:
+def run(
+    target: HFTarget,
+    shape: Shape,
+    device: torch.device,
+    compiled: bool,
+    repeats: int,
+    rate: float | None = None,
+    *,
+    fp8=False,
+) -> dict:
     """One row of results."""
+    clean(device)
+    if fp8:
+        target.capture_in_fp8()
     if compiled:
         target.compile_layers()
     index = torch.arange(shape.tokens, device=device)
     start = index // shape.document * shape.document
     tokens = torch.randint(shape.vocabulary, (shape.tokens,), device=device)
     pack = SimpleNamespace(tokens=tokens, position=index - start, doc_start=start)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
     times = seconds_of(lambda: target.capture(pack), device, repeats, warmup=3)
-    rate = sustained_rate(device, 5.0 if device.type == "cuda" else 0.5, 8192 if device.type == "cuda" else 512)
+    rate = rate or sustained_rate(device, 5.0 if device.type == "cuda" else 0.5, 8192 if device.type == "cuda" else 512)
     figures = spread(times)
     return {
         "tokens": shape.tokens,
         "document": shape.document,
         "layers_run": max(target.layer_ids) + 1,
         "compiled": compiled,
+        "fp8": fp8,
         **figures,
         "tokens_per_s": shape.tokens / figures["seconds_median"],
         "share_of_sustained": useful_flop(shape, max(target.layer_ids) + 1) / figures["seconds_median"] / rate,
         "sustained_tflops": rate / 1e12,
-        "peak_memory_gib": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0,
+        "peak_memory_gib": peak_gib(device),
     }

@@ -18,7 +18,7 @@ BLOCK = 2048
 @triton.jit
 def _update(
     weight, gradient, master, exp_avg, exp_avg_sq, column_scale, step, factor, skipped,
-    lr, beta1, beta2, eps, decay, size, columns, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    rate, beta1, beta2, eps, decay, size, columns, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(skipped) == 0.0:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -32,6 +32,7 @@ def _update(
         first = beta1 * tl.load(exp_avg + at, mask=inside) + (1.0 - beta1) * grad
         second = beta2 * tl.load(exp_avg_sq + at, mask=inside) + (1.0 - beta2) * grad * grad
         taken = tl.load(step)
+        lr = tl.load(rate)
         unbias1 = 1.0 - tl.exp(taken * tl.log(beta1))
         unbias2 = 1.0 - tl.exp(taken * tl.log(beta2))
         value = value * (1.0 - lr * decay)
@@ -51,7 +52,7 @@ def update_(
     factor: Tensor,
     skipped: Tensor,
     *,
-    lr: float,
+    lr: Tensor,
     betas: tuple[float, float],
     eps: float,
     decay: float,

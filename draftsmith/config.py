@@ -22,6 +22,8 @@ class TargetOptions:
     """0-based blocks whose output becomes the context feature. None: evenly spaced, as DFlash chooses them."""
     trust_remote_code: bool = False
     """Run Python code that comes with the target. Off unless you have read that code."""
+    fp8: bool = False
+    """Capture features with FP8 products (a Hopper GPU or newer). Decoding keeps the real weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +116,8 @@ class DFlashOptions:
     """Window of the sliding layers, the current token included."""
     is_causal: bool | None = None
     """In-block rule of all layers. None, as servers do: full layers see the whole block, sliding ones up to a slot."""
+    fp8: bool = False
+    """Train the layers' linear layers with FP8 products; the weights stay what they are (a Hopper GPU or newer)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +128,18 @@ class LossOptions:
     """Rows of logits that exist at one time."""
     topk: int = 5
     """Width of the top-k accuracy metric."""
+    fp8: bool = False
+    """Both products of the frozen head in FP8 (a Hopper GPU or newer)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimOptions:
+    kind: Literal["adamw", "muon"] = "adamw"
+    """muon: matrices by Muon, its steps scaled to the size of AdamW's; the rest by AdamW."""
     lr: float = 6e-4
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
+    momentum: float | None = None
+    """Muon's. None: 0.95."""
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -266,6 +276,10 @@ class Recipe:
     processes (see pipeline). offline: the target runs once for each sample; its features stay on disk."""
     compile: Literal["auto", "off", "layer", "on"] = "auto"
     """What torch.compile sees: off (attention only), each layer of the drafter, or all of it. auto: all, on a GPU."""
+    recompute: Literal["none", "mlp", "layer"] = "none"
+    """What of a draft layer the backward pass computes again, to save memory: nothing, the MLP, or the whole layer."""
+    cuda_graph: bool = False
+    """Replay the whole step as one CUDA graph: for packs so small that the GPU waits for the host."""
     init: str = ""
     """Folder of a trained drafter to start from (warm start): a run's checkpoint, z-lab or Speculators layout."""
     at_end: Literal["verify", "export", "nothing"] = "verify"

@@ -16,16 +16,27 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from draftsmith.types import Intervals
 from draftsmith.visibility import TILE, tile_lists
 
-KERNEL_OPTIONS: Any = {}
-"""Tile sizes of the kernels, fixed so that nothing is tuned at run time; empty: torch's own choice."""
+TILES: dict[int, Any] = {
+    64: {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3},
+    128: {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 128, "fwd_num_warps": 8, "fwd_num_stages": 3},
+}
+"""Options of the kernels by head dimension, for bf16 on a Hopper GPU; fixed, so that nothing is tuned at run time.
+
+Elsewhere, and in the backward pass, torch's own choice was the best (docs/log.md).
+"""
 
 _compiled_flex = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+@torch.compiler.assume_constant_result
+def _on_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None = None) -> Tensor:
     """Flex attention, [1, head, n, dim] each, never uncompiled."""
     attention = flex_attention if torch.compiler.is_compiling() else _compiled_flex
-    options = KERNEL_OPTIONS or None
+    options = TILES.get(query.shape[-1]) if query.dtype == torch.bfloat16 and _on_hopper() else None
     return attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=True, kernel_options=options)
 
 

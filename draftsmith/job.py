@@ -17,7 +17,6 @@ from torch import Tensor
 from draftsmith.anchors import BlockShape, default_gamma
 from draftsmith.capture import captured_features
 from draftsmith.checkpoint import Checkpoint, load
-from draftsmith.compile import compile_layers
 from draftsmith.config import Recipe
 from draftsmith.data.dataset import tokenizer_fingerprint
 from draftsmith.data.loader import PackBuilder, pack_stream
@@ -37,6 +36,7 @@ from draftsmith.randomness import keyed_seed
 from draftsmith.ranks import Ranks
 from draftsmith.roles import Delivery
 from draftsmith.run import RunFolder
+from draftsmith.speed import Speed, apply_speed, prepare_target
 from draftsmith.targets import TARGETS, Target
 from draftsmith.targets.hf import choose_mask_token, load_tokenizer, read_config, tap_ids
 from draftsmith.targets.remote import RemoteTarget
@@ -69,7 +69,7 @@ class Job:
     sums: GradientSum
     channel_size: Float[Tensor, " tap_hid"]
     """Root mean square of each feature channel."""
-    compiled: bool
+    speed: Speed
     cases: list[Case]
     progress: dict
     """What the last checkpoint says about progress; empty at the start of a run."""
@@ -103,6 +103,7 @@ def build_job(recipe: Recipe, ranks: Ranks, console: Console) -> Job:
         target, channel_size = receive_target(recipe, ranks)
     else:
         target, channel_size = TARGETS["hf"](recipe.target, device, recipe.drafter.num_layers), None
+        prepare_target(recipe, device, target)
     tokenizer_hash = tokenizer_fingerprint(target.tokenizer)
     _check_tokenizer(dataset, tokenizer_hash)
     mask = choose_mask_token(target.tokenizer, target.config.vocab_size, recipe.drafter.mask_token_id)
@@ -132,6 +133,7 @@ def _assemble(
     step = int(ranks.share("step", run.step if run else 0))
     mine = (d for d in ranks.roles.deliveries(schedule, step) if d.drafter == ranks.drafter)
     ahead, deliveries = tee(mine)
+    speed = apply_speed(recipe, device, target, drafter, console.say)
     source = LAYOUTS[recipe.layout](recipe, ranks, target, builder, ahead, console)
     if size is None:
         size = channel_size(recipe, last, target, source, builder, schedule, device)
@@ -141,7 +143,6 @@ def _assemble(
         with torch.no_grad():
             drafter.fc.weight.div_(size)
     optimizer = MasterAdamW(drafter, recipe.optim, scales)
-    compiled = _compile(recipe, target, drafter, device, console)
     if last:
         _check_names(drafter, weights := last.tensors("model"), last.path)
         drafter.load_state_dict(weights)
@@ -169,7 +170,7 @@ def _assemble(
             optimizer.weights, ranks, lanes=recipe.optim.packs_per_step, canonical=recipe.pipeline.canonical
         ),
         channel_size=size,
-        compiled=compiled,
+        speed=speed,
         cases=make_all_cases(recipe, target, inputs.prompts, console) if decodes else [],
         progress=dict(ranks.share("progress", last.facts["progress"] if last else {})),
     )
@@ -312,17 +313,6 @@ def _check_tokenizer(dataset: TrainingSet, tokenizer_hash: str) -> None:
             f"{dataset.parts[0].name} was made with another tokenizer or chat template than the target's; "
             "run `draftsmith prepare` again with this target"
         )
-
-
-def _compile(recipe: Recipe, target: Target, drafter: DFlashDrafter, device: torch.device, console: Console) -> bool:
-    mode = recipe.compile if recipe.compile != "auto" else ("on" if device.type == "cuda" else "off")
-    if mode == "off":
-        return False
-    console.say(f"compiling ({mode}): the first steps take about a minute, less when the compile cache is warm")
-    compile_layers(drafter, mode)
-    if device.type == "cuda":
-        target.compile_layers()
-    return True
 
 
 def _introduce(recipe: Recipe, plan: Plan, drafter: DFlashDrafter, mask: int, console: Console) -> None:

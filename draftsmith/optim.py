@@ -1,4 +1,4 @@
-"""AdamW on fp32 masters, the learning-rate schedule, clipping, and the guard against non-finite gradients.
+"""AdamW, or Muon for the matrices, on fp32 masters; the schedule, clipping, and the guard against non-finite gradients.
 
 Compute weights may be bf16; the numbers that are updated are fp32 (peers that updated bf16 weights left every norm at
 exactly 1.0). A weight may also be *scaled*: its master is weight * scale, so that AdamW's steps, which have about the
@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from draftsmith import muon
 from draftsmith.config import OptimOptions
 
 TINY = torch.finfo(torch.float32).tiny  # nothing supervised: 0 / TINY is 0, and the step is skipped
@@ -38,12 +39,20 @@ class MasterAdamW:
         self.weights = dict(model.named_parameters())
         self.scales = {name: scale.float() for name, scale in scales.items()}
         self.masters = {name: self._master(name, weight) for name, weight in self.weights.items()}
-        self.state = {name: _fresh_state(master) for name, master in self.masters.items()}
+        matrices = {name: m for name, m in self.masters.items() if m.ndim == 2} if options.kind == "muon" else {}
+        self.state = {
+            name: muon.fresh_state(master) if name in matrices else _fresh_state(master)
+            for name, master in self.masters.items()
+        }
+        self.muon = muon.MatrixMuon(matrices, self.state, options)
+        self.rate = torch.zeros((), device=next(iter(self.weights.values())).device)
+        """The learning rate where a step that is captured, or a fused kernel, reads it."""
         groups: dict[float, list[Tensor]] = {options.weight_decay: [], 0.0: []}
-        for master in self.masters.values():
-            groups[options.weight_decay if master.ndim > 1 else 0.0].append(master)
+        for name, master in self.masters.items():
+            if name not in matrices:
+                groups[options.weight_decay if master.ndim > 1 else 0.0].append(master)
         self.adamw = torch.optim.AdamW(
-            [{"params": params, "weight_decay": decay} for decay, params in groups.items()],
+            [{"params": params, "weight_decay": decay} for decay, params in groups.items() if params],
             lr=options.lr,
             betas=options.betas,
             eps=options.eps,
@@ -60,11 +69,12 @@ class MasterAdamW:
 
     @torch.no_grad()
     def step(
-        self, weight: Float[Tensor, ""], lr: float, gradients: dict[str, Tensor] | None = None
+        self, weight: Float[Tensor, ""], lr: float | None, gradients: dict[str, Tensor] | None = None
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
         """Update from gradients of the weighted sum, divided here by the step's whole weight.
 
-        The gradients are those that backward left at the weights, unless they are given by name.
+        The gradients are those that backward left at the weights, unless they are given by name. On a GPU `lr` may be
+        None: the rate that `self.rate` holds, for a step that is captured once and replayed.
 
         Returns the gradient norm before clipping, and 1.0 if the step was skipped: its gradient was not finite, or
         nothing was supervised. A skipped step changes neither weights nor moments.
@@ -76,6 +86,8 @@ class MasterAdamW:
         norm = self._norm(gradients, weight)
         skipped = 1.0 - (torch.isfinite(norm) & (weight > 0)).float()
         clipping = (self.options.clip / (norm + 1e-6)).clamp_max(1.0)
+        if lr is not None:
+            self.rate.fill_(lr)
         update = self._update_fused if weight.is_cuda else self._update
         update(gradients, clipping / weight.clamp_min(TINY), skipped, lr)
         return norm, skipped
@@ -86,23 +98,35 @@ class MasterAdamW:
         norms = [n.float() for n in torch._foreach_norm(seen)]
         return torch.linalg.vector_norm(torch.stack(norms)) / weight.clamp_min(TINY)
 
-    def _update(self, gradients: dict[str, Tensor], factor: Tensor, skipped: Tensor, lr: float) -> None:
+    def _wide(self, name: str, gradients: dict[str, Tensor], factor: Tensor) -> Tensor:
+        wide = gradients[name].float() * factor
+        return wide / self.scales[name] if name in self.scales else wide
+
+    def _update(self, gradients: dict[str, Tensor], factor: Tensor, skipped: Tensor, lr: float | None) -> None:
         """The reference: torch's AdamW on the masters."""
+        assert lr is not None, "a step is captured on a GPU only"
         for name, master in self.masters.items():
-            wide = gradients[name].float() * factor
-            master.grad = wide / self.scales[name] if name in self.scales else wide
+            if name in self.muon.masters:
+                self.muon.update(name, self._wide(name, gradients, factor), skipped, lr)
+            else:
+                master.grad = self._wide(name, gradients, factor)
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.grad_scale, self.adamw.found_inf = None, skipped  # read by the fused kernel (as GradScaler does)
         self.adamw.step()
         self._write_back()
 
-    def _update_fused(self, gradients: dict[str, Tensor], factor: Tensor, skipped: Tensor, lr: float) -> None:
+    def _update_fused(self, gradients: dict[str, Tensor], factor: Tensor, skipped: Tensor, lr: float | None) -> None:
         """The same in one kernel a weight: no fp32 gradients, and the write-back included."""
         from draftsmith.adamw_kernel import update_  # Triton, which a CPU machine may not have
 
         for name, master in self.masters.items():
             state = self.state[name]
+            if name in self.muon.masters:
+                assert lr is not None, "Muon's steps are not captured"
+                self.muon.update(name, self._wide(name, gradients, factor), skipped, lr)
+                self._write_back_one(name)
+                continue
             state["step"] += 1 - skipped
             update_(
                 self.weights[name],
@@ -112,7 +136,7 @@ class MasterAdamW:
                 self.scales.get(name),
                 factor,
                 skipped,
-                lr=lr,
+                lr=self.rate,
                 betas=self.options.betas,
                 eps=self.options.eps,
                 decay=self.options.weight_decay if master.ndim > 1 else 0.0,
@@ -120,13 +144,18 @@ class MasterAdamW:
 
     def _share_state(self) -> None:
         for name, master in self.masters.items():
-            self.adamw.state[master] = self.state[name]
+            if name not in self.muon.masters:
+                self.adamw.state[master] = self.state[name]
+
+    def _write_back(self) -> None:
+        for name in self.masters:
+            self._write_back_one(name)
 
     @torch.no_grad()
-    def _write_back(self) -> None:
-        for name, master in self.masters.items():
-            if master is not self.weights[name]:
-                self.weights[name].copy_(master / self.scales[name] if name in self.scales else master)
+    def _write_back_one(self, name: str) -> None:
+        master = self.masters[name]
+        if master is not self.weights[name]:
+            self.weights[name].copy_(master / self.scales[name] if name in self.scales else master)
 
     def zero_grad(self) -> None:
         for weight in self.weights.values():

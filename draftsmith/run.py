@@ -39,6 +39,8 @@ FREE = (
     "run",
     "device",
     "compile",
+    "recompute",
+    "cuda_graph",
     "evaluation.",
     "checkpoint.",
     "log.",

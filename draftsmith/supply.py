@@ -25,6 +25,7 @@ from draftsmith.packing import Schedule
 from draftsmith.ranks import Ranks, contact
 from draftsmith.roles import Delivery
 from draftsmith.signals import StopRequest
+from draftsmith.speed import prepare_target
 from draftsmith.targets import TARGETS, HFTarget
 from draftsmith.targets.hf import choose_mask_token
 from draftsmith.telemetry import Console
@@ -37,6 +38,7 @@ def supply(recipe: Recipe, ranks: Ranks, console: Console) -> None:
         inputs = read_inputs(recipe, ranks)
         schedule = inputs.plan.schedule
         target = TARGETS["hf"](recipe.target, ranks.device, recipe.drafter.num_layers, mesh=ranks.mesh)
+        prepare_target(recipe, ranks.device, target)
         shape = BlockShape(block_size=recipe.drafter.block_size, mask_token_id=0, gamma=1.0, window=None)
         builder = PackBuilder(inputs.plan.dataset, recipe.pack, shape, recipe.seed, with_anchors=False)
         introduce_target(recipe, ranks, target, builder, schedule)

@@ -9,8 +9,9 @@ On a device the host reads nothing back between two lines of metrics.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,13 +19,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftsmith.acceptance import block_metrics
-from draftsmith.compile import allow_compiling, forbid_recompiling
+from draftsmith.compile import allow_compiling
 from draftsmith.config import Recipe
 from draftsmith.data.loader import pack_stream
 from draftsmith.drafters.dflash import config_json
 from draftsmith.errors import Interrupted, UserError
 from draftsmith.evaluate import is_due
 from draftsmith.features.wire import Receiver
+from draftsmith.fp8 import Head
+from draftsmith.graph import StepGraphs
 from draftsmith.job import Job, build_job, check_recipe, choose_device
 from draftsmith.losses import frozen_head_loss, take_rows
 from draftsmith.optim import learning_rate
@@ -34,6 +37,7 @@ from draftsmith.report import Progress, Report
 from draftsmith.roles import roles_of
 from draftsmith.run import decisive, refuse_other_recipe, versions
 from draftsmith.signals import StopRequest
+from draftsmith.speed import check_speed
 from draftsmith.supply import supply
 from draftsmith.telemetry import Console, Silent, TensorBoard
 from draftsmith.types import Blocks, Draft, Features, Loss, Pack
@@ -48,6 +52,7 @@ def train(recipe: Recipe, console: Console) -> dict | None:
     options or data that cannot work.
     """
     with take_part(recipe) as ranks:
+        check_speed(recipe, ranks.device, ranks.roles.world)
         console = console if ranks.is_first else Silent()
         if ranks.target is not None:
             supply(recipe, ranks, console)
@@ -96,8 +101,9 @@ def _train(recipe: Recipe, ranks: Ranks, console: Console) -> dict | None:
 
 
 def _loop(job: Job, progress: Progress, packs: Iterator[Pack], stop: StopRequest, report: Report) -> None:
-    recipe, ranks, schedule, optimizer = job.recipe, job.ranks, job.schedule, job.optimizer
+    recipe, ranks, schedule = job.recipe, job.ranks, job.schedule
     pulse = ranks.pulse
+    graphs = StepGraphs(job.device, partial(_whole_step, job)) if recipe.cuda_graph else None
     if progress.step == 0 and recipe.evaluation.at_start and recipe.evaluation.prompts:
         progress.before = report.evaluation(progress)
 
@@ -108,26 +114,15 @@ def _loop(job: Job, progress: Progress, packs: Iterator[Pack], stop: StopRequest
         save_now = evaluate_now or is_due(step, recipe.checkpoint.every, schedule.num_steps)
         # A line of metrics does not span a checkpoint, so a continued run writes the same lines.
         report_now = save_now or step % recipe.log.every == 0
-        if job.compiled and progress.step == warm:
-            forbid_recompiling()
+        if progress.step == warm:
+            job.speed.warmed_up()
         lr = learning_rate(progress.step, schedule.num_steps, recipe.optim)
         places = schedule.step_packs(progress.step)
-        lanes = ranks.roles.lanes(ranks.drafter, len(places))
-        weight = torch.zeros((), device=job.device)
-        for lane in lanes:
-            with pulse("load"):
-                pack = next(packs)
-                report.count(pack)
-                pack = pack.to(job.device)
-            loss = pack_loss(job, pack, topk=recipe.loss.topk if report_now else 0)
-            with job.sums.lane(lane, lane is lanes[-1], loss.weight), pulse("backward"):
-                loss.total.backward()
-            weight = weight + loss.weight
-            report.add(loss.parts)
-        gradients, weight = job.sums.finish(weight, len(places))
-        with pulse("step"):
-            norm, skipped = optimizer.step(weight, lr, gradients)
-            optimizer.zero_grad()
+        topk = recipe.loss.topk if report_now else 0
+        if graphs:
+            weight, norm, skipped = _replayed_step(job, graphs, packs, lr, topk, report)
+        else:
+            weight, norm, skipped = _step(job, packs, places, lr, topk, report)
         progress.step = step
         report.step(progress, places, weight, norm, skipped)
 
@@ -143,6 +138,53 @@ def _loop(job: Job, progress: Progress, packs: Iterator[Pack], stop: StopRequest
             _end_early(job, progress, stop)
     if isinstance(job.source, Receiver):
         job.source.stop()
+
+
+def _step(
+    job: Job, packs: Iterator[Pack], places: Sequence[tuple[int, int]], lr: float, topk: int, report: Report
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's packs of a step, the sum over all ranks, the update: its weight, gradient norm, and if skipped."""
+    pulse, ranks = job.ranks.pulse, job.ranks
+    lanes = ranks.roles.lanes(ranks.drafter, len(places))
+    weight = torch.zeros((), device=job.device)
+    for lane in lanes:
+        with pulse("load"):
+            pack = next(packs)
+            report.count(pack)
+            pack = pack.to(job.device)
+        loss = pack_loss(job, pack, topk=topk)
+        with job.sums.lane(lane, lane is lanes[-1], loss.weight), pulse("backward"):
+            loss.total.backward()
+        weight = weight + loss.weight
+        report.add(loss.parts)
+    gradients, weight = job.sums.finish(weight, len(places))
+    with pulse("step"):
+        norm, skipped = job.optimizer.step(weight, lr, gradients)
+        job.optimizer.zero_grad()
+    return weight, norm, skipped
+
+
+def _replayed_step(
+    job: Job, graphs: StepGraphs, packs: Iterator[Pack], lr: float, topk: int, report: Report
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for one pack on one rank, as a CUDA graph."""
+    with job.ranks.pulse("load"):
+        pack = next(packs)
+        report.count(pack)
+    job.optimizer.rate.fill_(lr)
+    done = graphs.run(pack, _num_rows(pack.blocks, job), topk)
+    norm, skipped = done.pop("norm"), done.pop("skipped")
+    report.add(done)
+    return done["weight"], norm, skipped
+
+
+def _whole_step(job: Job, pack: Pack, topk: int) -> dict[str, Tensor]:
+    """What a graph holds: a step at the optimizer's own rate; its sums for the metrics."""
+    loss = pack_loss(job, pack, topk=topk)
+    loss.total.backward()
+    norm, skipped = job.optimizer.step(loss.weight, None)
+    job.optimizer.zero_grad()
+    return {**loss.parts, "norm": norm, "skipped": skipped}
 
 
 def _end_early(job: Job, progress: Progress, stop: StopRequest) -> None:
@@ -165,7 +207,8 @@ def pack_loss(job: Job, pack: Pack, *, topk: int = 0) -> Loss:
         draft = job.drafter(features, pack.position, embedded, pack.blocks)
     with pulse("loss"):
         rows = pack.blocks.rows[: _num_rows(pack.blocks, job)]
-        return block_loss(draft, pack.blocks, rows, job.target.head, chunk=job.recipe.loss.chunk, topk=topk)
+        chunk, fp8_head = job.recipe.loss.chunk, job.speed.fp8_head
+        return block_loss(draft, pack.blocks, rows, job.target.head, chunk=chunk, topk=topk, fp8_head=fp8_head)
 
 
 def block_loss(
@@ -176,11 +219,12 @@ def block_loss(
     *,
     chunk: int,
     topk: int = 0,
+    fp8_head: Head | None = None,
 ) -> Loss:
     """Weighted cross-entropy of a pack's blocks over the given slots, its weight, and sums for the metrics."""
     label, weight = blocks.label.flatten()[rows], blocks.weight.flatten()[rows]
     hidden = take_rows(draft.hidden.flatten(0, 1), rows)
-    out = frozen_head_loss(hidden, head, label, weight, chunk=chunk, topk=topk)
+    out = frozen_head_loss(hidden, head, label, weight, chunk=chunk, topk=topk, fp8_head=fp8_head)
     correct = torch.zeros_like(blocks.weight, dtype=torch.bool).flatten().index_copy(0, rows, out.correct)
     parts = block_metrics(correct.view_as(blocks.weight), blocks.weight)
     parts |= {"loss": out.total, "weight": weight.sum()}

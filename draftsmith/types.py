@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -88,8 +89,9 @@ class Pack:
         """Tokens of real documents, the padded tail excluded."""
         return sum(self.doc_lengths)
 
-    def to(self, device: torch.device) -> Pack:
-        return _move(self, device)
+    def to(self, device: torch.device, into: Int[Tensor, " byte"] | None = None) -> Pack:
+        """A copy there; with `into`, bytes of `staging_size` on a GPU, the copy's tensors are views of these."""
+        return _move(self, device, into)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +118,16 @@ class Loss:
     """Detached sums and counts for metrics, on the device."""
 
 
-def _move(value, device: torch.device):
+def staging_size(value) -> int:
+    """Bytes of the one buffer in which a dataclass travels to a GPU."""
+    return sum(_padded(leaf) for leaf in _leaves(value))
+
+
+def _padded(leaf: Tensor) -> int:
+    return -(-leaf.nbytes // 16) * 16
+
+
+def _move(value, device: torch.device, into: Tensor | None = None):
     """A copy of a frozen dataclass with every tensor, at any depth, on `device`.
 
     To a GPU everything travels as one pinned buffer in one asynchronous copy, so the host does not wait.
@@ -124,14 +135,11 @@ def _move(value, device: torch.device):
     leaves = _leaves(value)
     if device.type != "cuda":
         return _rebuilt(value, iter([leaf.to(device) for leaf in leaves]))
-    starts, total = [], 0
-    for leaf in leaves:
-        starts.append(total)
-        total += -(-leaf.nbytes // 16) * 16
-    staging = torch.empty(total, dtype=torch.uint8, pin_memory=True)
+    starts = list(accumulate((_padded(leaf) for leaf in leaves), initial=0))
+    staging = torch.empty(starts.pop(), dtype=torch.uint8, pin_memory=True)
     for start, leaf in zip(starts, leaves, strict=True):
         staging[start : start + leaf.nbytes].copy_(leaf.contiguous().reshape(-1).view(torch.uint8))
-    there = staging.to(device, non_blocking=True)
+    there = staging.to(device, non_blocking=True) if into is None else into.copy_(staging, non_blocking=True)
     views = [
         there[start : start + leaf.nbytes].view(leaf.dtype).view(leaf.shape)
         for start, leaf in zip(starts, leaves, strict=True)

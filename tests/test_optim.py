@@ -323,3 +323,71 @@ def test_loading_does_not_tie_the_optimizer_to_the_loaded_tensors():
     optimizer.load(state)
     train(model, optimizer, range(2))
     assert_same(state, kept)
+
+
+# Muon
+
+MUON = OptimOptions(kind="muon", weight_decay=0.1, clip=1e9)
+
+
+@pytest.mark.parametrize(("dtype", "scales"), KINDS)
+def test_muon_takes_the_matrices_and_adamw_the_rest(dtype, scales):
+    """By hand: torch's Muon on the fp32 matrix, torch's AdamW on the norm."""
+    model, hand = Small(dtype), Small(torch.float32)
+    optimizer = MasterAdamW(model, MUON, scales)
+    with torch.no_grad():
+        for name, weight in hand.named_parameters():
+            weight.copy_(optimizer.masters[name])
+    matrix = torch.optim.Muon([hand.fc.weight], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    norm = torch.optim.AdamW([hand.norm.weight], lr=1e-2, betas=MUON.betas, weight_decay=0.0)
+    for seed in range(4):
+        optimizer.zero_grad()
+        backward(model, seed)
+        for name, weight in model.named_parameters():
+            wide = weight.grad.float() / 16
+            hand.get_parameter(name).grad = wide / scales[name] if name in scales else wide
+        optimizer.step(16 * ONE, 1e-2)
+        matrix.step()
+        norm.step()
+    for name, weight in hand.named_parameters():
+        torch.testing.assert_close(optimizer.masters[name], weight, rtol=1e-4, atol=1e-6)
+    assert not any(key.startswith("exp_avg.fc") for key in optimizer.tensors())
+    assert "momentum_buffer.fc.weight" in optimizer.tensors()
+
+
+@pytest.mark.parametrize(("dtype", "scales"), KINDS)
+def test_a_bad_step_changes_nothing_with_muon(dtype, scales):
+    model = Small(dtype)
+    optimizer = MasterAdamW(model, MUON, scales)
+    train(model, optimizer, range(3))
+    before = snapshot(model, optimizer)
+    model.fc.weight.grad[3, 3] = torch.nan
+    _, skipped = optimizer.step(ONE, 1e-2)
+    assert skipped == 1
+    assert_same(before, snapshot(model, optimizer))
+
+
+@pytest.mark.parametrize(("dtype", "scales"), KINDS)
+@pytest.mark.parametrize("trained", [0, 3])
+def test_muon_resumes_bit_for_bit(dtype, scales, trained):
+    model, again = Small(dtype), Small(dtype)
+    optimizer = MasterAdamW(model, MUON, scales)
+    train(model, optimizer, range(trained))
+    state = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    restored = MasterAdamW(again, MUON, scales)
+    again.load_state_dict(weights)
+    restored.load(state)
+    train(model, optimizer, range(10, 13))
+    train(again, restored, range(10, 13))
+    assert_same(snapshot(model, optimizer), snapshot(again, restored))
+
+
+def test_muon_with_a_momentum_of_its_own():
+    ends = []
+    for momentum in (None, 0.95, 0.5):
+        model = Small(torch.float32)
+        options = OptimOptions(kind="muon", momentum=momentum)
+        train(model, MasterAdamW(model, options, {}), range(3))
+        ends.append(model.fc.weight.detach())
+    assert torch.equal(ends[0], ends[1]) and not torch.equal(ends[0], ends[2])

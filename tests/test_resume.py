@@ -90,6 +90,15 @@ def test_sparse_metrics_are_the_same_lines_after_a_kill(run, tmp_path):
     assert outcome(sparse) == outcome(undisturbed)
 
 
+def test_muon_resumes_to_the_same_bits_after_a_kill(run, tmp_path):
+    muon = with_options(run, "optim", kind="muon", momentum=0.9)
+    undisturbed = replace(muon, run=str(tmp_path / "undisturbed"))
+    assert start_again(undisturbed).code == 0
+    assert start_again(muon, Fault(call="optimizer step", nth=5)).code == -signal.SIGKILL
+    assert start_again(muon).code == 0
+    assert outcome(muon) == outcome(undisturbed)
+
+
 def test_killed_before_the_first_checkpoint(run, golden):
     start_again(run, Fault(call="optimizer step", nth=2))
     ended = start_again(run)

@@ -7,12 +7,13 @@ the block's own states for the draft slots. Queries, output projection, MLP and 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -100,7 +101,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """SwiGLU. Compiled, the gated product is not kept for the backward pass: making it again costs next to nothing."""
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
@@ -108,12 +109,19 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Float[Tensor, "q hid"]) -> Float[Tensor, "q hid"]:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x: Float[Tensor, "q hid"], *, keep_product: bool = True) -> Float[Tensor, "q hid"]:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(_gated(gate, up) if keep_product else _again(_gated, gate, up))
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP over draft slots."""
+    """Pre-norm attention and MLP over draft slots.
+
+    `recompute` gives up memory or time: the backward pass computes the MLP, or the whole layer, once more instead of
+    reading what the forward pass kept.
+    """
+
+    recompute: Literal["none", "mlp", "layer"] = "none"
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
@@ -129,5 +137,23 @@ class DecoderLayer(nn.Module):
         context: tuple[Float[Tensor, "tok kv_head dim"], Float[Tensor, "tok kv_head dim"]],
         mask: Bool[Tensor, "q key"] | BlockMask,
     ) -> Float[Tensor, "q hid"]:
+        if self.recompute == "layer":
+            return _again(self._attend_and_feed, x, rope, context, mask)
+        return self._attend_and_feed(x, rope, context, mask)
+
+    def _attend_and_feed(self, x, rope, context, mask) -> Float[Tensor, "q hid"]:
         x = x + self.self_attn(self.input_layernorm(x), rope, context, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return x + (_again(self._feed, x) if self.recompute == "mlp" else self._feed(x))
+
+    def _feed(self, x: Float[Tensor, "q hid"]) -> Float[Tensor, "q hid"]:
+        keep_product = self.recompute != "none" or not torch.compiler.is_compiling()
+        return self.mlp(self.post_attention_layernorm(x), keep_product=keep_product)
+
+
+def _gated(gate: Float[Tensor, "q ffn"], up: Float[Tensor, "q ffn"]) -> Float[Tensor, "q ffn"]:
+    return nn.functional.silu(gate) * up
+
+
+def _again(function, *inputs):
+    """Call a function whose insides the backward pass computes again. Nothing in the drafter is random."""
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)

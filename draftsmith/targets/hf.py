@@ -29,6 +29,7 @@ from transformers.utils import logging
 from draftsmith.config import TargetOptions
 from draftsmith.errors import UserError
 from draftsmith.flex import flex_mask
+from draftsmith.fp8 import frozen_copy
 from draftsmith.targets.packed_attention import NAME, document_spans
 from draftsmith.types import Features, Pack
 from draftsmith.visibility import dense_mask
@@ -58,6 +59,7 @@ class HFTarget:
         self.eos_ids = _eos_ids(getattr(model, "generation_config", None), model.config, tokenizer)
         # transformers renamed the argument that takes the cache (5.17 to 5.24); one look settles it.
         named = inspect.signature(type(self.model.model).forward).parameters
+        self.blocks = list(model.model.layers[: max(layer_ids) + 1])  # what `capture` runs
         self._cache_name = "cache" if "cache" in named else "past_key_values"
 
     @property
@@ -84,7 +86,7 @@ class HFTarget:
         hidden = self.embed(pack.tokens)[None]
         rope = decoder.rotary_emb(hidden, position)
         context = hidden.new_empty(pack.tokens.shape[0], len(self.layer_ids) * size) if out is None else out
-        for number, layer in enumerate(decoder.layers[: max(self.layer_ids) + 1]):
+        for number, layer in enumerate(self.blocks):
             hidden = layer(hidden, attention_mask=mask, position_embeddings=rope, position_ids=position)
             if number in self.layer_ids:
                 at = self.layer_ids.index(number) * size
@@ -107,8 +109,13 @@ class HFTarget:
 
     def compile_layers(self) -> None:
         """Compile each block for capturing; all of them share one code object, so this is one compilation."""
-        for layer in self.model.model.layers[: max(self.layer_ids) + 1]:
+        for layer in self.blocks:
             layer.compile(dynamic=False)
+
+    def capture_in_fp8(self) -> None:
+        """Features come from FP8 copies of the blocks' linear layers from now on; `extend` keeps the real weights."""
+        self.blocks = [frozen_copy(layer) for layer in self.blocks]
+        self.fingerprint += "-fp8"  # features kept on disk are not those of the real weights
 
 
 def read_config(options: TargetOptions) -> PretrainedConfig:

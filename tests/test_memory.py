@@ -1,0 +1,81 @@
+"""The memory formula against what was measured on an H200, and its behaviour."""
+
+from dataclasses import replace
+
+import pytest
+
+from draftsmith.config import DFlashOptions, LossOptions, OptimOptions, PackOptions, Recipe
+from draftsmith.drafters.dflash import build_config
+from draftsmith.memory import GIB, Sizes, breakdown, describe, sizes_of
+from tests.tiny import tiny_target
+
+LARGE = Sizes(
+    hidden=4096, intermediate=12_288, heads=32, kv_heads=8, head_dim=128, layers=5, taps=5, vocabulary=151_936,
+    block=16, tokens=49_152, anchors=6_144, chunk=4_096, target_weights=0,
+)  # fmt: skip
+SMALL = replace(
+    LARGE, hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64, vocabulary=49_152, tokens=1_024, anchors=128
+)
+
+
+def total(sizes: Sizes) -> float:
+    return sum(breakdown(sizes).values()) / GIB
+
+
+@pytest.mark.parametrize(
+    ("tokens", "changes", "measured"),
+    [
+        (49_152, {}, 81.16),
+        (16_384, {}, 36.98),
+        (1_024, {}, 16.93),
+        (49_152, {"recompute": "mlp"}, 60.21),
+        (32_768, {"recompute": "mlp"}, 45.06),
+        (32_768, {"recompute": "layer"}, 35.24),
+        (16_384, {"fp8_head": True}, 38.14),
+        (16_384, {"fp8_head": True, "fp8_drafter": True}, 35.20),
+    ],
+)
+def test_formula_equals_measured_peaks(tokens: int, changes: dict, measured: float):
+    """benchmarks/results/step-NVIDIA_H200.json and memory-NVIDIA_H200.json; head included, no target."""
+    assert total(replace(LARGE, tokens=tokens, anchors=tokens // 8, **changes)) == pytest.approx(measured, rel=0.01)
+
+
+def test_formula_is_near_for_another_shape():
+    assert total(SMALL) == pytest.approx(0.722, rel=0.15)
+
+
+def test_what_saves_memory_is_seen_to_save_it():
+    assert total(replace(LARGE, recompute="layer")) < total(replace(LARGE, recompute="mlp")) < total(LARGE)
+    assert total(replace(LARGE, muon=True)) < total(LARGE)
+    assert total(replace(LARGE, tokens=24_576, anchors=3_072)) < total(LARGE)
+
+
+def test_target_counts_with_its_fp8_copies():
+    with_target = replace(LARGE, target_weights=8 * 10**9, target_block_weights=6 * 10**9)
+    without_head = total(LARGE) - 2 * LARGE.vocabulary * LARGE.hidden / GIB
+    assert total(with_target) == pytest.approx(without_head + 16 * 10**9 / GIB)
+    assert total(replace(with_target, fp8_target=True)) == pytest.approx(total(with_target) + 6 * 10**9 / GIB)
+
+
+def test_fp32_weights_are_their_own_masters():
+    assert breakdown(replace(LARGE, width=4))["masters"] == 0
+    assert breakdown(LARGE)["masters"] == 4 * LARGE.matrices
+
+
+def test_sizes_come_from_recipe_and_configs():
+    target = tiny_target("qwen3").config
+    recipe = Recipe(
+        recompute="mlp", pack=PackOptions(tokens=256, anchors=32), loss=LossOptions(chunk=64, fp8=True),
+        drafter=DFlashOptions(num_layers=2, block_size=8, mask_token_id=300), optim=OptimOptions(kind="muon"),
+    )  # fmt: skip
+    sizes = sizes_of(recipe, build_config(recipe.drafter, target, (0, 2)), target, width=4)
+    assert (sizes.tokens, sizes.anchors, sizes.block, sizes.taps, sizes.chunk) == (256, 32, 8, 2, 64)
+    assert (sizes.recompute, sizes.muon, sizes.fp8_head, sizes.fp8_target) == ("mlp", True, True, False)
+    counted = sum(p.numel() for p in tiny_target("qwen3").parameters() if p.ndim > 1)
+    assert sizes.target_weights == counted
+
+
+def test_description_names_the_parts_and_their_sum():
+    line = describe(breakdown(LARGE))
+    assert line.startswith("81.3 GiB (weights 3.1, masters 3.9, optimizer 7.8, features 1.9, activations 55.2, ")
+    assert "fp8" not in line and "target" not in line  # parts of nothing are left out
