@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftsmith.compile import CompileMarker
-from draftsmith.config import DFlashOptions, LossOptions, OptimOptions, Recipe, TargetOptions
+from draftsmith.config import DFlashOptions, LossOptions, OptimOptions, PipelineOptions, Recipe, TargetOptions
 from draftsmith.errors import UserError
 from draftsmith.losses import frozen_head_loss
 from draftsmith.speed import check_speed
@@ -53,6 +53,12 @@ def test_cuda_graph_says_what_stands_against_it(part: str, changes: dict):
     check_speed(recipe, CUDA)
     assert part in refused(replace(recipe, **changes), CUDA)
     assert "no CUDA graphs" in refused(recipe, CPU)
+
+
+def test_cuda_graph_is_for_one_process_and_fp8_for_whole_matrices():
+    assert "2 processes" in str(pytest.raises(UserError, check_speed, Recipe(cuda_graph=True), CUDA, 2).value)
+    shared = Recipe(layout="split", target=TargetOptions(fp8=True), pipeline=PipelineOptions(target_ranks=2))
+    assert "pipeline.target_ranks" in refused(shared, CUDA)
 
 
 def test_momentum_without_muon_is_refused():
