@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from itertools import islice
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import torch
 
-from benchmarks.measure import seconds_of, spread
+from benchmarks.measure import spread
 from benchmarks.packing import conversations, density_for
 from draftsmith.anchors import BlockShape
 from draftsmith.config import DataOptions, OptimOptions, PackOptions
@@ -73,23 +74,43 @@ def run(num: int, num_tokens: int, num_anchors: int, *, packs: int, repeats: int
             """As `train` does it."""
             return make_plan(data, options, OptimOptions(epochs=epochs), 0, [], tokenizer=None)
 
+        def first_pack(epochs: int) -> object:
+            return next(stream(planned(epochs), 0))
+
         def stream(plan: Plan, workers: int):
             builder, schedule = PackBuilder(plan.dataset, options, shape, 0), plan.schedule
             return pack_stream(builder, schedule, schedule.places(), workers)
 
-        def first_pack(epochs: int) -> Callable[[], object]:
-            return lambda: next(stream(planned(epochs), 0))
-
         rows, plan = [], planned(1)
         for epochs in (1, 6):
-            times = seconds_of(first_pack(epochs), torch.device("cpu"), repeats, warmup=1)
-            rows.append({"what": f"first pack, {epochs} epochs scheduled", **facts, **spread(times)})
+            times = _times(partial(first_pack, epochs), repeats)
+            rows.append({"what": f"first pack, {epochs} epochs scheduled", **facts, **_figures(times)})
+        tokens = int(num_tokens * plan.schedule.fill()[0])
         for workers in (0, 1):
-            times = _seconds_between(stream(plan, workers), packs)
-            rate = num_tokens * plan.schedule.fill()[0] / spread(times)["seconds_median"]
-            rows.append({"what": f"a pack, {workers} workers", **facts, **spread(times), "tokens_per_s": rate})
-        rows.append(_overlap(plan, repeats))
+            ready = stream(plan, workers)
+            _times(partial(next, ready), 4)
+            times = _times(partial(next, ready), packs)
+            ready.close()
+            rows.append({"what": f"a pack, {workers} workers", **facts, **_figures(times, tokens)})
+        times = _times(partial(_overlap, plan), repeats)
+        rows.append({"what": "search for 500 prompts", "rows": num, **_figures(times, int(plan.dataset.lengths.sum()))})
     return rows
+
+
+def _times(action: Callable[[], object], count: int) -> list[tuple[float, float]]:
+    """Seconds of the clock and of this process's CPU: on a shared machine the clock also counts what others do."""
+    times = []
+    for _ in range(count):
+        wall, cpu = time.perf_counter(), time.process_time()
+        action()
+        times.append((time.perf_counter() - wall, time.process_time() - cpu))
+    return times
+
+
+def _figures(times: list[tuple[float, float]], tokens: int | None = None) -> dict:
+    wall, cpu = ([one[place] for one in times] for place in (0, 1))
+    rate = {"tokens_per_s": tokens / statistics.median(wall)} if tokens else {}
+    return {**spread(wall), **rate, "cpu_seconds_median": statistics.median(cpu), "load": os.getloadavg()[0]}
 
 
 class _Words:
@@ -99,22 +120,9 @@ class _Words:
         return {"input_ids": [int(word) for word in text.split()]}
 
 
-def _overlap(plan: Plan, repeats: int) -> dict:
-    """Looking for 500 evaluation prompts of 60 tokens in the whole set."""
+def _overlap(plan: Plan) -> object:
+    """Looks for evaluation prompts of 60 tokens in the whole set."""
     rng = np.random.default_rng(1)
     texts = [" ".join(map(str, rng.integers(0, 150_000, 60))) for _ in range(500)]
     prompts = [Prompt(id=text, messages=({"role": "user", "content": text},)) for text in texts]
-    times = seconds_of(lambda: find_overlap(plan.dataset, prompts, _Words()), torch.device("cpu"), repeats, warmup=0)
-    tokens = int(plan.dataset.lengths.sum())
-    rate = tokens / spread(times)["seconds_median"]
-    return {"what": "search for evaluation prompts", "set_tokens": tokens, **spread(times), "tokens_per_s": rate}
-
-
-def _seconds_between(packs, num: int, warmup: int = 4) -> list[float]:
-    times, before = [], time.perf_counter()
-    for _ in islice(packs, warmup + num):
-        now = time.perf_counter()
-        times.append(now - before)
-        before = now
-    packs.close()
-    return times[warmup:]
+    return find_overlap(plan.dataset, prompts, _Words())
