@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from draftsmith.config import EvaluationOptions, TargetOptions
-from draftsmith.data.chat import render_prompt
+from draftsmith.data.chat import prompt_tokens
 from draftsmith.data.prompts import Prompt
 from draftsmith.drafters import DFlashDrafter
 from draftsmith.errors import UserError
@@ -58,7 +58,7 @@ def settle(
     decoder, reference = Decoder(target), Reference.from_config(found.path, found.config, target.device)
     texts = []
     for prompt in prompts:
-        tokens = torch.from_numpy(render_prompt(target.tokenizer, list(prompt.messages))).to(target.device)
+        tokens = torch.from_numpy(prompt_tokens(target.tokenizer, prompt)).to(target.device)
         texts.append((tokens, decoder.greedy(tokens, max(max_new_tokens, 2 * reference.reading.block_size))))
     scores = compare_readings(decoder, reference, texts)
     better, told = better_readings(scores), ", ".join(f"{name} {score:.2f}" for name, score in scores.items())

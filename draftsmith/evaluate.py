@@ -16,7 +16,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from draftsmith.config import EvaluationOptions
-from draftsmith.data.chat import render_prompt
+from draftsmith.data.chat import prompt_tokens
 from draftsmith.data.prompts import Prompt
 from draftsmith.decode import Decoded, Sampling, decode_plain, decode_speculative
 from draftsmith.drafters import DFlashDrafter
@@ -69,9 +69,7 @@ def make_cases(
     """Render the prompts and, for greedy evaluation, decode each once without a drafter."""
     cases = []
     for number, prompt in enumerate(prompts, 1):
-        more = {"tools": list(prompt.tools) or None, "arguments": prompt.arguments}
-        rendered = render_prompt(target.tokenizer, list(prompt.messages), **more)
-        tokens = torch.from_numpy(rendered).to(target.head.device)
+        tokens = torch.from_numpy(prompt_tokens(target.tokenizer, prompt)).to(target.head.device)
         plain = None
         if options.temperature == 0:
             plain = decode_plain(target, tokens, options.max_new_tokens, Sampling(), torch.Generator())

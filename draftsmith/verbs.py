@@ -17,7 +17,7 @@ from draftsmith import config
 from draftsmith.adopt import adopt
 from draftsmith.anchors import BlockShape, build_blocks, default_gamma, draw_anchors
 from draftsmith.checkpoint import Checkpoint
-from draftsmith.data.chat import render_prompt
+from draftsmith.data.chat import prompt_tokens, render_prompt
 from draftsmith.data.dataset import PreparedDataset, open_prepared, tokenizer_fingerprint
 from draftsmith.data.dataset import prepare as prepare_set
 from draftsmith.data.prompts import read_prompts
@@ -302,7 +302,7 @@ def recorded_prompts(recipe: config.Recipe, target: HFTarget, command: config.Ex
     if not command.recorded_prompts or not Path(recipe.evaluation.prompts).is_file():
         return synthetic_prompts(target, 2)
     prompts = read_prompts(Path(recipe.evaluation.prompts), command.recorded_prompts)
-    return [torch.from_numpy(render_prompt(target.tokenizer, list(p.messages))).to(target.device) for p in prompts]
+    return [torch.from_numpy(prompt_tokens(target.tokenizer, p)).to(target.device) for p in prompts]
 
 
 def generate(command: config.GenerateCommand) -> None:

@@ -29,6 +29,7 @@ from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data.messages import FINISHES, REASONING_KEYS, check_messages, check_order, is_target, normalise
+from draftsmith.data.prompts import Prompt
 from draftsmith.data.template import Template
 from draftsmith.errors import DataError
 
@@ -145,6 +146,12 @@ def render_prompt(
     if messages[-1]["role"] not in ("user", "tool"):
         raise DataError(f"a prompt ends with a user or tool message, not with {messages[-1]['role']!r}")
     return np.array(template.encode(template.text(normalise(messages), prompt=True)), dtype=np.int64)
+
+
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Int[np.ndarray, " n"]:
+    """A row of a file of prompts, with its own tools and template arguments."""
+    tools = list(prompt.tools) or None
+    return render_prompt(tokenizer, list(prompt.messages), tools=tools, arguments=prompt.arguments)
 
 
 def check_served(
