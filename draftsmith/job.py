@@ -133,7 +133,7 @@ def _assemble(
     step = int(ranks.share("step", run.step if run else 0))
     mine = (d for d in ranks.roles.deliveries(schedule, step) if d.drafter == ranks.drafter)
     ahead, deliveries = tee(mine)
-    speed = apply_speed(recipe, device, target, drafter, console.say)
+    speed = apply_speed(recipe, device, target, drafter, console.say, drafters=ranks.roles.drafters)
     source = LAYOUTS[recipe.layout](recipe, ranks, target, builder, ahead, console)
     if size is None:
         size = channel_size(recipe, last, target, source, builder, schedule, device)

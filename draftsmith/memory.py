@@ -40,6 +40,8 @@ class Sizes:
     width: int = 2
     recompute: Literal["none", "mlp", "layer"] = "none"
     muon: bool = False
+    summed: bool = False
+    """Gradients are summed in fp32, over packs or processes."""
     fp8_target: bool = False
     fp8_head: bool = False
     fp8_drafter: bool = False
@@ -77,6 +79,7 @@ def breakdown(sizes: Sizes) -> dict[str, int]:
         "fp8 copies": quantised,
         "masters": s.matrices * wide if s.width < wide else 0,
         "optimizer": s.matrices * wide * (1 if s.muon else 2),
+        "gradient sum": s.matrices * wide if s.summed else 0,
         "features": s.tokens * s.taps * s.hidden * s.width,
         "activations": forward,
         "gradient of the loss": rows,
@@ -119,8 +122,8 @@ def describe(parts: dict[str, int]) -> str:
     return f"{sum(parts.values()) / GIB:.1f} GiB ({named})"
 
 
-def sizes_of(recipe: Recipe, drafter: Any, target: Any, *, width: int) -> Sizes:
-    """The sizes of a run from its recipe, the drafter's config and the target's."""
+def sizes_of(recipe: Recipe, drafter: Any, target: Any, *, width: int, drafters: int = 1) -> Sizes:
+    """The sizes of a drafter process from the recipe, the drafter's config and the target's; `drafters` processes."""
     heads, kv_heads = target.num_attention_heads, target.num_key_value_heads
     dim = getattr(target, "head_dim", None) or target.hidden_size // heads
     block = target.hidden_size * (2 * heads * dim + 2 * kv_heads * dim + 3 * target.intermediate_size)
@@ -146,6 +149,7 @@ def sizes_of(recipe: Recipe, drafter: Any, target: Any, *, width: int) -> Sizes:
         width=width,
         recompute=recipe.recompute,
         muon=recipe.optim.kind == "muon",
+        summed=drafters > 1 or recipe.optim.packs_per_step > 1,
         fp8_target=recipe.target.fp8,
         fp8_head=recipe.loss.fp8,
         fp8_drafter=recipe.drafter.fp8,

@@ -80,7 +80,13 @@ def prepare_target(recipe: Recipe, device: torch.device, target: HFTarget) -> No
 
 
 def apply_speed(
-    recipe: Recipe, device: torch.device, target: Target, drafter: DFlashDrafter, say: Callable[[str], None]
+    recipe: Recipe,
+    device: torch.device,
+    target: Target,
+    drafter: DFlashDrafter,
+    say: Callable[[str], None],
+    *,
+    drafters: int = 1,
 ) -> Speed:
     """Set up what the recipe asks for. Raises UserError if the device or a size is unfit for FP8."""
     hidden, dtype = target.config.hidden_size, target.head.dtype
@@ -98,7 +104,8 @@ def apply_speed(
         layer.recompute = recipe.recompute
     expected = None
     if device.type == "cuda":
-        sizes = memory.sizes_of(recipe, drafter.config, target.config, width=target.head.element_size())
+        width = target.head.element_size()
+        sizes = memory.sizes_of(recipe, drafter.config, target.config, width=width, drafters=drafters)
         expected = memory.breakdown(sizes)
         say(f"GPU memory: about {memory.describe(expected)} of {_total(device)}")
     return Speed(

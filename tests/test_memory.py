@@ -57,6 +57,19 @@ def test_target_counts_with_its_fp8_copies():
     assert total(replace(with_target, fp8_target=True)) == pytest.approx(total(with_target) + 6 * 10**9 / GIB)
 
 
+def test_sums_over_packs_or_processes_need_a_buffer():
+    assert breakdown(replace(LARGE, summed=True))["gradient sum"] == 4 * LARGE.matrices
+    target, options = tiny_target("qwen3").config, DFlashOptions(num_layers=2, block_size=8, mask_token_id=300)
+    drafter = build_config(options, target, (0, 2))
+    several = Recipe(drafter=options, optim=OptimOptions(packs_per_step=2))
+    for recipe, drafters, summed in (
+        (Recipe(drafter=options), 1, False),
+        (Recipe(drafter=options), 2, True),
+        (several, 1, True),
+    ):
+        assert sizes_of(recipe, drafter, target, width=4, drafters=drafters).summed == summed
+
+
 def test_fp32_weights_are_their_own_masters():
     assert breakdown(replace(LARGE, width=4))["masters"] == 0
     assert breakdown(LARGE)["masters"] == 4 * LARGE.matrices
