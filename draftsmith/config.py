@@ -63,7 +63,11 @@ class DataOptions:
     processes: int = 1
     """Processes of `prepare`. The result is the same for any number."""
     prepared: str = ""
-    """Folder of the tokenised set: the output of `prepare`, the input of `train`."""
+    """Folder or URL (s3://, gs://) of the tokenised set: the output of `prepare`, the input of `train`."""
+    cache: str = "~/.cache/draftsmith/prepared"
+    """Folder where sets at URLs are kept on this machine."""
+    cache_gb: float = 100.0
+    """GB (10^9 bytes) it may hold; sets that were not used for the longest time give way."""
     mix: tuple[str, ...] = ()
     """What `train` reads instead of `prepared`: FOLDER or FOLDER=WEIGHT, several. An epoch sees each row of a folder
     WEIGHT times: 2 is twice, 0.25 once in four epochs."""

@@ -83,7 +83,7 @@ class Inputs:
     prompts: list[Prompt]
 
 
-def read_inputs(recipe: Recipe, ranks: Ranks) -> Inputs:
+def read_inputs(recipe: Recipe, ranks: Ranks, report: Callable[[str], None] = lambda line: None) -> Inputs:
     """Cheap checks first. Raises UserError or DataError with one clear message."""
     if ranks.device.type == "cuda":
         check_tiles(recipe)
@@ -91,13 +91,13 @@ def read_inputs(recipe: Recipe, ranks: Ranks) -> Inputs:
     if data.overlap == "warn" and not ranks.is_first:  # one process looks and says it
         data = replace(data, overlap="ignore")
     prompts = read_prompts(Path(path)) if path else []
-    plan = make_plan(data, recipe.pack, recipe.optim, recipe.seed, prompts, load_tokenizer(recipe.target))
+    plan = make_plan(data, recipe.pack, recipe.optim, recipe.seed, prompts, load_tokenizer(recipe.target), report)
     return Inputs(plan=plan, prompts=prompts[: recipe.evaluation.limit])
 
 
 def build_job(recipe: Recipe, ranks: Ranks, console: Console) -> Job:
     """Build and check all parts of a drafter rank. Raises UserError or DataError with one clear message."""
-    device, inputs = ranks.device, read_inputs(recipe, ranks)
+    device, inputs = ranks.device, read_inputs(recipe, ranks, console.say)
     plan, dataset = inputs.plan, inputs.plan.dataset
     if ranks.roles.targets:
         target, channel_size = receive_target(recipe, ranks)

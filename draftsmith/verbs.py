@@ -17,6 +17,7 @@ from draftsmith import config
 from draftsmith.adopt import adopt
 from draftsmith.anchors import BlockShape, build_blocks, default_gamma, draw_anchors
 from draftsmith.checkpoint import Checkpoint
+from draftsmith.data.cache import Cache
 from draftsmith.data.chat import prompt_tokens, render_prompt
 from draftsmith.data.dataset import PreparedDataset, open_prepared, tokenizer_fingerprint
 from draftsmith.data.dataset import prepare as prepare_set
@@ -87,7 +88,7 @@ def prepare(command: config.PrepareCommand) -> None:
     )
     if command.check_target:
         target = load_target(command.target, choose_device(command.device))
-        found = check_target(open_prepared(command.data.prepared), target, command.check_target, console.say)
+        found = check_target(open_set(command.data, console), target, command.check_target, console.say)
         lines, warnings = describe_agreement(found)
         console.say("\n".join(lines))
         for line in warnings:
@@ -95,11 +96,15 @@ def prepare(command: config.PrepareCommand) -> None:
     console.say(f"next: draftsmith preview --target.path {command.target.path} --data.prepared {command.data.prepared}")
 
 
+def open_set(data: config.DataOptions, console: Console) -> PreparedDataset:
+    return open_prepared(data.prepared, Cache.of(data.cache, data.cache_gb), console.say)
+
+
 def preview(command: config.PreviewCommand) -> None:
     console = Console()
     if command.data.mix and not command.data.prepared:
         raise UserError(f"preview shows one prepared folder; give --data.prepared {command.data.mix[0].split('=')[0]}")
-    dataset, tokenizer = open_prepared(command.data.prepared), load_tokenizer(command.target)
+    dataset, tokenizer = open_set(command.data, console), load_tokenizer(command.target)
     console.show(statistics(dataset))
     for row in preview_rows(dataset, tokenizer, command.rows, colour=console.colour):
         console.show(row)

@@ -27,7 +27,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from draftsmith.config import DataOptions
 from draftsmith.data import held_out, store
 from draftsmith.data.build import Job, find_form, leave_if_only_imported, outcomes, write_bad_rows
+from draftsmith.data.cache import Cache, Held, fetch, read_there, refuse_foreign, upload
 from draftsmith.data.chat import Style, default_style
+from draftsmith.data.remote import Remote, is_remote, shown
 from draftsmith.data.shards import Build, write_description
 from draftsmith.data.sources import Source, open_source
 from draftsmith.data.split import context_size
@@ -65,6 +67,15 @@ def prepare(
     )
     before = source.state()
     inputs = _inputs(tokenizer, tokenizer_hash, options, style, source, end_ids)
+    if is_remote(options.prepared):
+        if (old := _reusable_there(options, inputs, report)) is not None:
+            return old
+        local = replace(options, prepared=str(folder))
+        prepare(tokenizer, tokenizer_hash, local, report, end_ids=end_ids)
+        there = upload(folder, options.prepared, _cache(options), report)
+        if options.held_out:
+            report(f"evaluation.prompts may be {shown(options.prepared)}/{there['at']}/{held_out.FILE}")
+        return there
     if store.recover(folder):
         report(f"{folder}: put back after an interrupted replacement")
     if (old := store.read_manifest(folder)) is not None:
@@ -119,18 +130,27 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(description.encode()).hexdigest()
 
 
-def open_prepared(folder: str | Path) -> PreparedDataset:
-    """The prepared set in `folder`, mapped into memory. DataError, saying what to run, unless `prepare` made it."""
+def open_prepared(
+    folder: str | Path, cache: Cache | None = None, report: Callable[[str], None] = lambda line: None
+) -> PreparedDataset:
+    """The prepared set in `folder`, mapped into memory; one at a URL is fetched into the `cache` first.
+
+    DataError, saying what to run, unless `prepare` made it.
+    """
     how = "run `draftsmith prepare` with --data.conversations FILE --data.prepared FOLDER"
     if not str(folder):
         raise DataError(f"no prepared folder is given (--data.prepared); {how}")
-    path = Path(folder)
-    manifest = store.read_manifest(path)
+    held, path, name = None, Path(folder), str(folder)
+    if is_remote(name):
+        assert cache is not None
+        held, name = fetch(name, cache, report), shown(name)
+        path = held.folder if held else path
+    manifest = store.read_manifest(path) if held or not is_remote(str(folder)) else None
     if manifest is None:
-        raise DataError(f"{path} holds no prepared conversations; {how}")
+        raise DataError(f"{name} holds no prepared conversations; {how}")
     if broken := store.damage(manifest, path):
-        raise DataError(f"{path}: {broken}; {how}")
-    return PreparedDataset(path, manifest)
+        raise DataError(f"{name}: {broken}; {how}")
+    return PreparedDataset(path, manifest, held)
 
 
 class PreparedDataset:
@@ -140,9 +160,10 @@ class PreparedDataset:
     loader workers cheaply, forked or spawned.
     """
 
-    def __init__(self, folder: Path, manifest: dict) -> None:
+    def __init__(self, folder: Path, manifest: dict, held: Held | None = None) -> None:
         self.folder = folder
         self.manifest = manifest
+        self._held = held
         self._mapped: _Mapped | None = None
 
     @property
@@ -200,7 +221,7 @@ class PreparedDataset:
         )
 
     def __getstate__(self) -> dict:
-        return {"folder": self.folder, "manifest": self.manifest, "_mapped": None}
+        return {"folder": self.folder, "manifest": self.manifest, "_held": None, "_mapped": None}
 
     @property
     def _columns(self) -> _Mapped:
@@ -304,7 +325,29 @@ def _check(options: DataOptions) -> Path:
             f"max_bad_rows {options.max_bad_rows}, processes {options.processes}, min_supervised "
             f"{options.min_supervised}: at least 0, at least 1, and a share from 0 to 1"
         )
-    return Path(options.prepared)
+    return _cache(options).building(options.prepared) if is_remote(options.prepared) else Path(options.prepared)
+
+
+def _cache(options: DataOptions) -> Cache:
+    return Cache.of(options.cache, options.cache_gb)
+
+
+def _reusable_there(options: DataOptions, inputs: dict, report: Callable[[str], None]) -> dict | None:
+    """The manifest of the set in an object store, if it is what these inputs make."""
+    remote = Remote(options.prepared)
+    files = refuse_foreign(remote)
+    if (found := read_there(remote)) is None:
+        return None
+    old = found[0]
+    changed = store.changes(old, inputs) or _too_poor(old["counts"], options)
+    if not changed:
+        sizes = {f"{old['at']}/{name}": known["size"] for name, known in old["files"].items()}
+        changed = [f"{name} is missing or cut" for name, size in sizes.items() if files.get(name) != size]
+    if changed:
+        report(f"rebuilding {remote.name}: {'; '.join(changed)}")
+        return None
+    report(f"reusing {remote.name}: same conversations, tokenizer, chat template and options ({store.summary(old)})")
+    return old
 
 
 def _style(tokenizer: PreTrainedTokenizerBase, options: DataOptions, end_ids: Sequence[int] | None) -> Style:

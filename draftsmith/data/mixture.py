@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from jaxtyping import Bool, Int
 
 from draftsmith.anchors import legal_anchors
 from draftsmith.config import DataOptions
+from draftsmith.data.cache import Cache
 from draftsmith.data.dataset import PreparedDataset, open_prepared
 from draftsmith.data.split import Piece, context_size, split, take
 from draftsmith.errors import UserError
@@ -113,11 +114,14 @@ class TrainingSet:
         return self.parts[number].dataset[row - self._starts[number]]
 
 
-def open_training_set(options: DataOptions, num_tokens: int) -> TrainingSet:
+def open_training_set(
+    options: DataOptions, num_tokens: int, report: Callable[[str], None] = lambda line: None
+) -> TrainingSet:
     """The sets that the options name, for packs of `num_tokens`. Raises UserError or DataError."""
     context = context_size(options.overlong, options.split_context, num_tokens)
     chosen = _parse_mix(options)
-    parts = [Part(name, weight, open_prepared(name)) for name, weight in chosen]
+    cache = Cache.of(options.cache, options.cache_gb)
+    parts = [Part(name, weight, open_prepared(name, cache, report)) for name, weight in chosen]
     if len({part.dataset.manifest["inputs"]["tokenizer"] for part in parts}) > 1:
         raise UserError("the folders of data.mix were prepared with different tokenizers or chat templates")
     parts.sort(key=lambda part: part.dataset.fingerprint)

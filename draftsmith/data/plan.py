@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +39,7 @@ def make_plan(
     seed: int,
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,
+    report: Callable[[str], None] = lambda line: None,
 ) -> Plan:
     """Open the sets, compare them with the evaluation's prompts, and lay out the run's packs.
 
@@ -46,7 +47,7 @@ def make_plan(
     """
     if data.overlap == "drop" and not prompts:
         raise UserError("data.overlap is 'drop', but evaluation.prompts names no prompts to compare with")
-    dataset = open_training_set(data, pack.tokens)
+    dataset = open_training_set(data, pack.tokens, report)
     remarks, warnings = [], []
     left_out, fingerprint = None, dataset.fingerprint
     if prompts and data.overlap != "ignore":

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from draftsmith.data.remote import Remote, RemoteFile, is_of_the_store, is_remote, shown
 from draftsmith.errors import DataError, EnvironmentFault
 
 SUFFIXES = {
@@ -79,12 +80,12 @@ class Source:
 
     def state(self) -> list[tuple]:
         """Of local files, what changes when somebody writes to them."""
-        stats = [os.stat(file) for file in self.files if "://" not in file]
+        stats = [os.stat(file) for file in self.files if not is_remote(file)]
         return [(one.st_ino, one.st_size, one.st_mtime_ns) for one in stats]
 
     def refuse_changed(self, before: list[tuple]) -> None:
         """DataError if a file is not as it was when `state` gave `before`."""
-        if any(not os.path.exists(file) for file in self.files if "://" not in file) or self.state() != before:
+        if any(not os.path.exists(file) for file in self.files if not is_remote(file)) or self.state() != before:
             raise DataError(f"{self.name} changed while it was read; run it again once it is complete")
 
     def rows(self, note: Callable[[str], None]) -> Iterator[Row]:
@@ -97,13 +98,20 @@ class Source:
                 yield from _rows(file, note)
             except DAMAGE as error:
                 raise DataError(f"{shown(file)}: damaged file ({_first_line(error)})") from error
+            except (DataError, EnvironmentFault):
+                raise
             except OSError as error:
-                raise DataError(f"{shown(file)} could not be read ({_first_line(error)})") from error
+                reason = type(error).__name__ if is_remote(file) else _first_line(error)  # a URL may hold a secret
+                raise DataError(f"{shown(file)} could not be read ({reason})") from error
+            except Exception as error:
+                if not is_of_the_store(error):
+                    raise
+                raise EnvironmentFault(f"{shown(file)} could not be read ({type(error).__name__})") from None
 
 
 def open_source(name: str, *, subset: str = "", split: str = "train", revision: str = "") -> Source:
     """The rows of a file, folder, glob or URL, or of a Hugging Face data set. DataError if there is nothing."""
-    if "://" in name:
+    if is_remote(name):
         return Source(name=shown(name), files=_remote_files(name))
     if any(mark in name for mark in "*?[") and not os.path.exists(name):
         files = [file for file in sorted(glob.glob(name, recursive=True)) if os.path.isfile(file)]
@@ -122,15 +130,6 @@ def open_source(name: str, *, subset: str = "", split: str = "train", revision: 
     )
 
 
-def shown(name: str) -> str:
-    """A path or URL without what may be secret in it: user, password, query."""
-    if "://" not in name:
-        return name
-    scheme, rest = name.split("://", 1)
-    host, slash, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
-    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
-
-
 def _folder_files(folder: Path) -> tuple[str, ...]:
     if (folder / "state.json").is_file():  # written by datasets' save_to_disk
         state = json.loads((folder / "state.json").read_text())
@@ -143,26 +142,17 @@ def _folder_files(folder: Path) -> tuple[str, ...]:
 
 
 def _remote_files(url: str) -> tuple[str, ...]:
-    import fsspec
-
-    try:
-        system, path = fsspec.url_to_fs(url)
-        if any(mark in path for mark in "*[") or (_kind_by_name(path) is None and system.isdir(path)):
-            pattern = path if any(mark in path for mark in "*[") else path.rstrip("/") + "/**"
-            found = [system.unstrip_protocol(one) for one in sorted(system.glob(pattern)) if _kind_by_name(one)]
-            if not found:
-                raise DataError(f"{shown(url)}: no file matches")
-            return tuple(found)
-        if not system.exists(path):
-            raise DataError(f"{shown(url)}: no such file")
-    except ImportError as error:
-        package = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp"}
-        needed = package.get(url.split("://")[0], "its fsspec implementation")
-        raise EnvironmentFault(f"{shown(url)}: this needs {needed}; install it with: pip install {needed}") from error
-    except DataError:
-        raise
-    except (OSError, ValueError) as error:
-        raise DataError(f"{shown(url)} could not be reached ({type(error).__name__})") from error
+    remote = Remote(url)
+    name, system = remote.name, remote.system
+    pattern = any(mark in name for mark in "*[")
+    if not pattern and not remote.exists():
+        raise DataError(f"{name}: no such file")
+    if pattern or (_kind_by_name(name) is None and system.isdir(url)):
+        below = system._strip_protocol(url if pattern else url.rstrip("/") + "/**")
+        found = [system.unstrip_protocol(one) for one in sorted(remote.glob(below)) if _kind_by_name(one)]
+        if not found:
+            raise DataError(f"{name}: no file matches")
+        return tuple(found)
     return (url,)
 
 
@@ -185,11 +175,13 @@ def _kind_by_name(name: str) -> str | None:
 
 def _open(file: str) -> Any:
     """A file-like object of bytes."""
-    if "://" not in file:
+    if not is_remote(file):
         return open(file, "rb")
-    import fsspec
-
-    return fsspec.open(file, "rb").open()
+    remote = Remote(file)
+    size = remote.size()
+    if file.startswith("http") or size is None:  # servers that know no ranges send the file from its beginning
+        return remote.system.open(file, "rb")
+    return io.BufferedReader(RemoteFile(remote, size), CHUNK)
 
 
 def _unpacked(stream: Any) -> io.BufferedReader:
@@ -204,13 +196,10 @@ def _unpacked(stream: Any) -> io.BufferedReader:
 
 
 def _fingerprint(file: str) -> str:
-    if "://" in file:
-        import fsspec
-
-        system, path = fsspec.url_to_fs(file)
-        known = {key: str(value) for key, value in system.info(path).items() if key.lower() in ("etag", "md5hash")}
-        if known:
-            return hashlib.sha256(json.dumps([system.info(path)["size"], known], sort_keys=True).encode()).hexdigest()
+    if is_remote(file):
+        remote = Remote(file)
+        if known := remote.tags():
+            return hashlib.sha256(json.dumps([remote.size(), known], sort_keys=True).encode()).hexdigest()
     with _open(file) as stream:
         digest = hashlib.sha256()
         while chunk := stream.read(CHUNK):

@@ -22,6 +22,7 @@ FORMAT = "draftsmith prepared conversations"
 SCHEMA = 3
 """Raised whenever the same conversations would be stored in another way; older folders are then rebuilt."""
 MANIFEST = "manifest.json"
+FOREIGN = "{} exists and was not made by `draftsmith prepare`; name another folder"
 SAMPLES, SAMPLE = 16, 65_536
 """Pieces of each file, and their bytes, that are compared whenever a folder is opened."""
 SHOWN = ("max_length", "overlong", "split_context", "held_out", "train_on", "reasoning", "form", "template arguments")
@@ -33,15 +34,19 @@ def read_manifest(folder: Path) -> dict | None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
     file = folder / MANIFEST
-    foreign = f"{folder} exists and was not made by `draftsmith prepare`; name another folder"
     if not file.is_file():
-        raise DataError(foreign)
+        raise DataError(FOREIGN.format(folder))
+    return parse_manifest(file.read_bytes(), str(folder))
+
+
+def parse_manifest(content: bytes, name: str) -> dict:
+    """DataError if this is no manifest of `prepare`."""
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
+        manifest = json.loads(content)
     except ValueError as error:
-        raise DataError(foreign) from error
+        raise DataError(FOREIGN.format(name)) from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise DataError(foreign)
+        raise DataError(FOREIGN.format(name))
     return manifest
 
 
@@ -56,12 +61,12 @@ def damage(manifest: dict, folder: Path, *, thorough: bool = False) -> str | Non
         file = folder / name
         if not file.is_file() or file.stat().st_size != known["size"]:
             return f"{name} is damaged or missing ({known['size']} bytes recorded)"
-        if _samples_hash(file) != known["samples"] or (thorough and file_hash(file) != known["sha256"]):
+        if samples_hash(file) != known["samples"] or (thorough and file_hash(file) != known["sha256"]):
             return f"{name} is damaged (its content is not what was written)"
     return None
 
 
-def _samples_hash(file: Path) -> str:
+def samples_hash(file: Path) -> str:
     """SHA-256 of up to `SAMPLES` pieces of a file, evenly spaced, the first and the last among them."""
     last = max(0, file.stat().st_size - SAMPLE)
     places = sorted({last * number // (SAMPLES - 1) for number in range(SAMPLES)})
@@ -73,8 +78,8 @@ def _samples_hash(file: Path) -> str:
     return digest.hexdigest()
 
 
-def changes(old: dict, inputs: dict, folder: Path) -> list[str]:
-    """Why the old folder cannot be reused; empty if it can."""
+def changes(old: dict, inputs: dict, folder: Path | None = None) -> list[str]:
+    """Why the old set cannot be reused; empty if it can. Its files are compared if `folder` says where they are."""
     if old["schema"] != SCHEMA:
         return [f"its format is version {old['schema']}, now {SCHEMA}"]
     before = old["inputs"]
@@ -83,7 +88,7 @@ def changes(old: dict, inputs: dict, folder: Path) -> list[str]:
         for name, value in inputs.items()
         if before.get(name) != value
     ]
-    broken = damage(old, folder, thorough=True)
+    broken = damage(old, folder, thorough=True) if folder else None
     return changed + ([broken] if broken else [])
 
 
@@ -161,7 +166,7 @@ def publish(built: Path, folder: Path, manifest: dict, hashes: dict[str, str]) -
         file.name: {
             "size": file.stat().st_size,
             "sha256": hashes.get(file.name) or file_hash(file),
-            "samples": _samples_hash(file),
+            "samples": samples_hash(file),
         }
         for file in sorted(built.iterdir())
     }
