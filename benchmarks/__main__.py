@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks import attention, colocated, graphs, loader, loss, masks, measure, packing, peers, step, target
+from benchmarks import attention, colocated, graphs, loader, loss, masks, measure, packing, peers, prepare, step, target
 
 
 def bench_step(device: torch.device, toy: bool) -> list[dict]:
@@ -93,7 +94,18 @@ def bench_loader(device: torch.device, toy: bool) -> list[dict]:
     return loader.run(1_000_000, 49_152, 6_144, packs=60, repeats=3)
 
 
+def bench_prepare(device: torch.device, toy: bool) -> list[dict]:
+    target = Path("runs/cache/SmolLM2-135M-Instruct")
+    if not (target / "tokenizer.json").is_file():
+        print(f"{target} is not there: `make demo` makes it")
+        return []
+    with tempfile.TemporaryDirectory() as scratch:
+        sizes = {"rows": 6_000, "million": 20_000} if toy else {"rows": 30_000, "million": 1_000_000}
+        return prepare.run(str(target), Path(scratch), processes=2, repeats=1 if toy else 3, **sizes)
+
+
 BENCHMARKS = {
+    "prepare": bench_prepare,
     "step": bench_step,
     "target": bench_target,
     "colocated": bench_colocated,

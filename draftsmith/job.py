@@ -90,7 +90,7 @@ def read_inputs(recipe: Recipe, ranks: Ranks, report: Callable[[str], None] = la
     data, path = recipe.data, recipe.evaluation.prompts
     if data.overlap == "warn" and not ranks.is_first:  # one process looks and says it
         data = replace(data, overlap="ignore")
-    prompts = read_prompts(Path(path)) if path else []
+    prompts = read_prompts(path) if path else []
     plan = make_plan(data, recipe.pack, recipe.optim, recipe.seed, prompts, load_tokenizer(recipe.target), report)
     return Inputs(plan=plan, prompts=prompts[: recipe.evaluation.limit])
 

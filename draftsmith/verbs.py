@@ -176,7 +176,7 @@ def evaluate(command: config.EvaluateCommand) -> None:
         raise UserError(
             "evaluation.prompts is not given and the run's recipe names none; give --evaluation.prompts FILE"
         )
-    prompts = read_prompts(Path(options.prompts), options.limit)
+    prompts = read_prompts(options.prompts, options.limit)
     seed, facts = 0, {}
     if command.run:
         recipe, target, drafter, found = open_run(command.run, command.checkpoint, command.device, console)
@@ -306,7 +306,7 @@ def recorded_prompts(recipe: config.Recipe, target: HFTarget, command: config.Ex
         raise UserError(f"recorded_prompts is {command.recorded_prompts}; give 0 or more")
     if not command.recorded_prompts or not Path(recipe.evaluation.prompts).is_file():
         return synthetic_prompts(target, 2)
-    prompts = read_prompts(Path(recipe.evaluation.prompts), command.recorded_prompts)
+    prompts = read_prompts(recipe.evaluation.prompts, command.recorded_prompts)
     return [torch.from_numpy(prompt_tokens(target.tokenizer, p)).to(target.device) for p in prompts]
 
 

@@ -17,8 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftsmith.data.messages import FINISHES, check_messages
-from draftsmith.data.prompts import content_id
+from draftsmith.data.messages import FINISHES, check_messages, content_id
 from draftsmith.errors import DataError, UserError
 
 ROW_KEYS = ("messages", "id", "tags", "finish", "tools", "chat_template_kwargs", "served", "asked", "conversation_id")
@@ -187,6 +186,29 @@ def read_row(row: Any, line: int, form: Form) -> Conversation:
     return Conversation(line=line, id=identifier, content=content, ignored=ignored, **own, **known)
 
 
+def asked_messages(row: dict, *, answered: bool) -> Any:
+    """The conversation of a row up to where the target is to answer, whichever form of a conversation it has.
+
+    What another model answered to a ShareGPT-like row's last question or in a response column is left out; `answered`
+    leaves a ShareGPT-like row whole. Messages are returned as they are. DataError for a row without a question.
+    """
+    found = {part: [name for name in KNOWN_COLUMNS[part] if name in row] for part in ("conversations", "prompt")}
+    ways = [*(["messages"] if "messages" in row else []), *found["conversations"], *found["prompt"][:1]]
+    if len(ways) != 1:
+        raise DataError(
+            "expected one of the keys 'prompt' (or 'instruction', 'question', 'query'), 'messages' and "
+            f"'conversations', got {', '.join(map(repr, row)) or 'none'}."
+        )
+    if ways == ["messages"]:
+        return row["messages"]
+    name = "sharegpt" if found["conversations"] else "prompt"
+    form = Form(name=name, columns={"conversations": ways[0]} if found["conversations"] else {"prompt": ways[0]})
+    messages = _messages(row, {part: row[column] for part, column in form.columns.items()}, form)
+    while found["conversations"] and messages and messages[-1]["role"] == "assistant" and not answered:
+        messages.pop()
+    return messages
+
+
 MORE = ("sharegpt", "prompt_response")
 """Forms that may have the columns system and input besides."""
 
@@ -234,14 +256,12 @@ def _messages(row: dict, parts: dict[str, Any], form: Form) -> Any:
     prompt, response = parts["prompt"], parts.get("response")
     if form.name == "prompts":
         raise DataError("a prompt without an answer; let the target answer first (regenerate)")
-    if (
-        isinstance(prompt, str)
-        and isinstance(row.get("input"), str)
-        and row["input"]
-        and form.columns["prompt"] != "input"
-    ):
-        prompt = f"{prompt}\n\n{row['input']}"  # Alpaca
+    more = row.get("input") if form.columns["prompt"] != "input" else None
+    if isinstance(prompt, str) and isinstance(more, str) and more:
+        prompt = f"{prompt}\n\n{more}"  # Alpaca
     asked = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    if form.name == "prompt":
+        return [*first, *asked]
     return [*first, *asked, *(response if isinstance(response, list) else [{"role": "assistant", "content": response}])]
 
 

@@ -6,7 +6,9 @@ the empty text, and arguments of tool calls are objects even where the row holds
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from draftsmith.errors import DataError
@@ -31,6 +33,12 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 DROPPED = (*REASONING_KEYS, "train")
 """Keys of a message that no template gets as they are."""
+
+
+def content_id(messages: Sequence[dict[str, Any]]) -> str:
+    """16 hex digits that depend on the turns alone: the same wherever and in whatever order the row stands."""
+    canonical = json.dumps(list(messages), sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(canonical.encode(), digest_size=8).hexdigest()
 
 
 def check_messages(messages: Any) -> None:

@@ -5,13 +5,13 @@ Read by `regenerate` (to be answered) and by the evaluation (to be decoded).
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.forms import asked_messages
+from draftsmith.data.messages import content_id
 from draftsmith.data.sources import open_source
 from draftsmith.errors import DataError
 
@@ -26,7 +26,7 @@ class Prompt:
     tools: tuple[dict[str, Any], ...] = ()
     arguments: dict[str, Any] = field(default_factory=dict)
     """Of the chat template, for this row."""
-    sampling: dict[str, float] = field(default_factory=dict)
+    sampling: dict[str, float | int] = field(default_factory=dict)
     """Sampling options of this row, over those of the run."""
 
 
@@ -38,9 +38,10 @@ def read_prompts(path: Path | str, limit: int | None = None, *, answered: bool =
     """The first `limit` prompts of a file (or whatever else is a source), in order; a row that occurs twice is
     returned twice.
 
-    A row holds {"prompt": str} or {"messages": [{"role": str, "content": str}, ...]}, and optionally "id", "tags" (a
-    list of strings), "tools", "chat_template_kwargs" and "sampling" (see SAMPLING). Empty lines are skipped.
-    `answered`: the last turn may be an answer, which is to be replaced.
+    A row holds {"prompt": str} or {"messages": [{"role": str, "content": str}, ...]}, or is of another form with a
+    question in it (see `asked_messages`), and optionally "id", "tags" (a list of strings), "tools",
+    "chat_template_kwargs" and "sampling" (see SAMPLING). Empty lines are skipped. `answered`: the last turn may be an
+    answer, which is to be replaced.
 
     Raises DataError with file and 1-based number for anything else, for one id on two different conversations, and for
     a file that is missing or holds no prompt.
@@ -63,22 +64,12 @@ def read_prompts(path: Path | str, limit: int | None = None, *, answered: bool =
     return prompts
 
 
-def content_id(messages: Sequence[dict[str, Any]]) -> str:
-    """16 hex digits that depend on the turns alone: the same wherever and in whatever order the row stands."""
-    canonical = json.dumps(list(messages), sort_keys=True, separators=(",", ":"))
-    return hashlib.blake2b(canonical.encode(), digest_size=8).hexdigest()
-
-
 def _parse(value: bytes | dict, answered: bool) -> Prompt:
     """Raises ValueError saying what is wrong with the row."""
     row = json.loads(value) if isinstance(value, bytes) else value
     if not isinstance(row, dict):
         raise ValueError(f"expected an object with 'prompt' or 'messages', got {_shorten(row)}.")
-    if ("prompt" in row) == ("messages" in row):
-        raise ValueError(
-            f"expected one of the keys 'prompt' and 'messages', got {', '.join(map(repr, row)) or 'none'}."
-        )
-    messages = [{"role": "user", "content": row["prompt"]}] if "prompt" in row else row["messages"]
+    messages = asked_messages(row, answered=answered)
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"'messages' must be a list of turns, got {_shorten(messages)}.")
     for turn in messages:

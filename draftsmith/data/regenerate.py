@@ -13,10 +13,12 @@ resolve differently, greedy or sampled.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    MinPLogitsWarper,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TemperatureLogitsWarper,
@@ -38,6 +41,7 @@ from draftsmith.config import RegenerateOptions
 from draftsmith.data.chat import render_prompt
 from draftsmith.data.output import recover, row_bytes
 from draftsmith.data.prompts import Prompt, content_id, read_prompts
+from draftsmith.data.server import questions as turns_of
 from draftsmith.data.server import template_arguments
 from draftsmith.data.template import check_arguments
 from draftsmith.errors import DataError, UserError
@@ -85,8 +89,8 @@ def regenerate(
         if name in unique and content_id(unique[name].messages) != answered:
             raise DataError(f"{output}: id {name!r} answers another prompt than the one in {options.prompts}.")
     waiting = [prompt for prompt in unique.values() if prompt.id not in done]
-    longest = model.config.get_text_config().max_position_embeddings - options.max_new_tokens
-    questions = [_render(prompt, tokenizer, longest, arguments) for prompt in waiting]
+    positions = model.config.get_text_config().max_position_embeddings
+    questions = [_render(prompt, tokenizer, positions, options, arguments) for prompt in waiting]
 
     counts = {"answered": 0, "skipped": len(unique) - len(waiting), "duplicates": len(prompts) - len(unique)}
     counts |= {"stop": 0, "length": 0, "dropped": 0, "retokenised": 0, "tokens": 0, "seconds": 0.0}
@@ -113,7 +117,7 @@ def regenerate(
     return counts
 
 
-def _check(options: RegenerateOptions) -> None:
+def _check(options: RegenerateOptions, whose: str = "") -> None:
     if not options.prompts or not options.output:
         raise UserError("regenerate needs both 'prompts' and 'output', the paths of two JSONL files.")
     if Path(options.prompts).resolve() == Path(options.output).resolve():
@@ -123,25 +127,50 @@ def _check(options: RegenerateOptions) -> None:
             "model, api_key_env, token_ids and turns 'all' need 'servers'; without, the target answers here."
         )
     if options.batch < 1 or options.max_new_tokens < 1:
-        raise UserError(f"batch {options.batch}, max_new_tokens {options.max_new_tokens}: both must be at least 1.")
+        raise UserError(
+            f"{whose}batch {options.batch}, max_new_tokens {options.max_new_tokens}: both must be at least 1."
+        )
     if options.temperature < 0 or options.top_k < 0 or not 0 < options.top_p <= 1:
         raise UserError(
-            f"temperature {options.temperature}, top_k {options.top_k}, top_p {options.top_p}: temperature and top_k "
-            "must not be negative, and top_p must lie in (0, 1]."
+            f"{whose}temperature {options.temperature}, top_k {options.top_k}, top_p {options.top_p}: temperature and "
+            "top_k must not be negative, and top_p must lie in (0, 1]."
         )
 
 
 def _row(question: Question, answer: str, finish: str) -> dict:
     prompt = question.prompt
-    messages = [*prompt.messages, {"role": "assistant", "content": answer}]
+    (given,) = turns_of(prompt, "last")  # earlier answers are marked: the target did not write them
+    messages = [*given, {"role": "assistant", "content": answer}]
     row = {"id": prompt.id, "messages": messages, "tags": list(prompt.tags), "finish": finish}
     row |= {"tools": list(prompt.tools)} if prompt.tools else {}
-    return row | ({"chat_template_kwargs": question.arguments} if question.arguments else {})
+    row |= {"chat_template_kwargs": question.arguments} if question.arguments else {}
+    return row | ({"asked": content_id(prompt.messages)} if given != list(prompt.messages) else {})
 
 
-def _render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, longest: int, arguments: dict[str, Any]) -> Question:
-    if prompt.sampling:
-        raise DataError(f"Prompt {prompt.id!r} has sampling options of its own, which only servers take.")
+def _row_options(options: RegenerateOptions, prompt: Prompt) -> RegenerateOptions:
+    """The run's options with the row's own sampling."""
+    own: dict[str, Any] = {NAMES.get(key, key): value for key, value in prompt.sampling.items() if key != "min_p"}
+    for name in ("top_k", "max_new_tokens", "seed"):
+        own |= {name: int(own[name])} if name in own else {}
+    for name in ("temperature", "top_p"):
+        own |= {name: float(own[name])} if name in own else {}
+    changed = replace(options, **own)
+    _check(changed, f"Prompt {prompt.id!r}: ")
+    return changed
+
+
+NAMES = {"max_tokens": "max_new_tokens"}
+"""What a server calls options that have another name here."""
+
+
+def _render(
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    positions: int,
+    options: RegenerateOptions,
+    arguments: dict[str, Any],
+) -> Question:
+    longest = positions - _row_options(options, prompt).max_new_tokens
     arguments = {**arguments, **prompt.arguments}
     try:
         check_arguments(arguments)
@@ -158,11 +187,20 @@ def _render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, longest: int, ar
 
 
 def _batches(questions: list[Question], size: int) -> Iterator[list[Question]]:
-    """In order, but sorted by length within each window; the longest first, so that memory runs out early or never."""
+    """In order, but sorted by length within each window; the longest first, so that memory runs out early or never.
+
+    Rows of one batch are sampled in the same way.
+    """
+
+    def sampling(question: Question) -> str:
+        return json.dumps(question.prompt.sampling, sort_keys=True)
+
     for begin in range(0, len(questions), WINDOW * size):
-        window = sorted(questions[begin : begin + WINDOW * size], key=lambda question: -len(question.tokens))
-        for start in range(0, len(window), size):
-            yield window[start : start + size]
+        window = sorted(questions[begin : begin + WINDOW * size], key=lambda one: (sampling(one), -len(one.tokens)))
+        for _, alike in groupby(window, key=sampling):
+            rows = list(alike)
+            for start in range(0, len(rows), size):
+                yield rows[start : start + size]
 
 
 def _answer(
@@ -173,6 +211,7 @@ def _answer(
     device: torch.device,
 ) -> Iterator[tuple[Question, list[int], str]]:
     """Each question with its answer's tokens (the end token left out) and how the answer ended."""
+    options = _row_options(options, batch[0].prompt)
     stop_ids = _stop_ids(model, tokenizer)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stop_ids[0]
     width = max(len(question.tokens) for question in batch)
@@ -235,6 +274,8 @@ def _sampling(
         processors.append(TopKLogitsWarper(options.top_k))
     if options.top_p < 1:
         processors.append(TopPLogitsWarper(options.top_p))
+    if min_p := batch[0].prompt.sampling.get("min_p"):
+        processors.append(MinPLogitsWarper(float(min_p)))
     uniform = torch.empty(len(batch), options.max_new_tokens, dtype=torch.float64)
     for row, question in zip(uniform, batch, strict=True):
         key = hashlib.blake2b(f"{options.seed}\n{question.prompt.id}".encode(), digest_size=8).digest()

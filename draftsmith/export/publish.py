@@ -21,7 +21,8 @@ from draftsmith.export.record import measure_record
 from draftsmith.targets import HFTarget
 
 UNPUBLISHED = ("regenerate.servers", "regenerate.api_key_env")
-PRIVATE = ("run", "init", "data.conversations", "data.prepared", "data.mix", "evaluation.prompts", "regenerate.prompts")
+PRIVATE = ("run", "init", "data.conversations", "data.prepared", "data.mix", "data.cache")
+PRIVATE += ("evaluation.prompts", "regenerate.prompts")
 
 
 def publish(

@@ -42,6 +42,38 @@ def test_content_id_is_stable_and_ignores_the_order_of_keys():
     assert content_id([USER]) != content_id([SYSTEM, USER])
 
 
+HUMAN, GPT = {"from": "human", "value": "Hi"}, {"from": "gpt", "value": ASSISTANT["content"]}
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"conversations": [HUMAN, GPT, HUMAN, GPT], "system": "Be brief."}, [SYSTEM, USER, ASSISTANT, USER]),
+        ({"conversation": [HUMAN]}, [USER]),
+        ({"instruction": "Add.", "input": "1 and 2", "output": "3"}, [{"role": "user", "content": "Add.\n\n1 and 2"}]),
+        ({"question": "Hi", "answer": "Yo."}, [USER]),
+        ({"prompt": [SYSTEM, USER], "completion": [ASSISTANT]}, [SYSTEM, USER]),
+    ],
+)
+def test_rows_of_any_form_are_asked_again(tmp_path, row, messages):
+    """What another model answered to the last question is left out; what it answered earlier is context."""
+    (prompt,) = read_prompts(write(tmp_path / "p.jsonl", row))
+    assert list(prompt.messages) == messages and prompt.id == content_id(messages)
+
+
+def test_every_answer_can_be_asked_again(tmp_path):
+    path = write(tmp_path / "p.jsonl", {"conversations": [HUMAN, GPT, HUMAN, GPT]})
+    (prompt,) = read_prompts(path, answered=True)
+    assert list(prompt.messages) == [USER, ASSISTANT, USER, ASSISTANT]
+
+
+def test_reasoning_and_calls_are_kept(tmp_path):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+    messages = [USER, call | {"reasoning_content": "Hm."}, {"role": "tool", "content": "3"}]
+    (prompt,) = read_prompts(write(tmp_path / "p.jsonl", {"messages": messages, "tools": [{"name": "add"}]}))
+    assert list(prompt.messages) == messages and prompt.tools == ({"name": "add"},)
+
+
 def test_last_line_needs_no_newline(tmp_path):
     assert len(read_prompts(write(tmp_path / "p.jsonl", {"prompt": "a"}, b'{"prompt": "b"}'))) == 2
 
@@ -54,7 +86,7 @@ def test_last_line_needs_no_newline(tmp_path):
         (b'{"prompt": "\xff"}\n', "can't decode"),
         (b'{"prompt": "\\ud800"}\n', "surrogates not allowed"),
         (["Hi"], "expected an object"),
-        ({"text": "Hi"}, "expected one of the keys 'prompt' and 'messages', got 'text'"),
+        ({"text": "Hi"}, "expected one of the keys 'prompt' .*, got 'text'"),
         ({"prompt": "Hi", "messages": [USER]}, "expected one of the keys"),
         ({"prompt": 3}, "both strings"),
         ({"messages": []}, "'messages' must be a list of turns"),
@@ -66,6 +98,8 @@ def test_last_line_needs_no_newline(tmp_path):
         ({"prompt": "Hi", "tools": {"a": 1}}, "'tools' must be a list"),
         ({"messages": [USER, ASSISTANT]}, "the last turn must be the user's, .* it is 'assistant'"),
         ({"prompt": "Hi", "tags": "maths"}, "'tags' must be a list of strings"),
+        ({"conversations": [{"from": "gpt", "value": "Hi"}]}, "'messages' must be a list of turns, got ..\\."),
+        ({"conversations": [{"from": "narrator", "value": "Hi"}]}, "turn 1 must be an object with a value"),
         ({"prompt": "Hi", "id": ["x"]}, "'id' must be a string"),
         ({"prompt": "Bye", "id": "first"}, "id 'first' already names another prompt, line 1"),
     ],

@@ -159,7 +159,47 @@ def test_multi_turn_prompts_keep_their_turns(model, options):
     with open(options.prompts, "w", encoding="utf-8") as file:
         file.write(json.dumps({"messages": turns, "id": "mine"}))
     run(model, options)
-    assert rows_of(options)["mine"]["messages"][:-1] == turns
+    row = rows_of(options)["mine"]
+    turns[2] |= {"train": False}  # the target did not write it
+    assert row["messages"][:-1] == turns and row["messages"][-1]["role"] == "assistant"
+    assert run(model, options)["skipped"] == 1
+
+
+def test_a_row_may_have_sampling_options_of_its_own(model, options, tmp_path):
+    rows = [{"prompt": text, "id": text} for text in TEXTS]
+    own = {"temperature": 1.3, "top_k": 50, "top_p": 0.9, "max_tokens": 5, "seed": 7}
+    with open(options.prompts, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row | ({"sampling": own} if i % 2 else {})) + "\n" for i, row in enumerate(rows))
+    run(model, options)
+    mixed = rows_of(options)
+    with open(options.prompts, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    plain = replace(options, output=str(tmp_path / "plain"))
+    same = dict(temperature=1.3, top_k=50, top_p=0.9, max_new_tokens=5, seed=7)
+    sampled = replace(options, output=str(tmp_path / "sampled"), **same)
+    run(model, plain), run(model, sampled)
+    for number, text in enumerate(TEXTS):
+        assert mixed[text] == rows_of(sampled if number % 2 else plain)[text]
+    assert rows_of(plain) != rows_of(sampled)
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": -1}, {"top_p": 2}, {"max_tokens": 0}])
+def test_bad_sampling_of_a_row_is_named(model, options, sampling):
+    with open(options.prompts, "w", encoding="utf-8") as file:
+        file.write(json.dumps({"prompt": "Hi", "id": "mine", "sampling": sampling}))
+    with pytest.raises(UserError, match="Prompt 'mine': .*(must not be negative|must lie in|must be at least 1)"):
+        run(model, options)
+
+
+def test_min_p_leaves_only_likely_tokens(model, options, tmp_path):
+    """With min_p 1 only the likeliest token is left, which is what greedy decoding takes."""
+    run(model, options)
+    with open(options.prompts, "w", encoding="utf-8") as file:
+        own = {"temperature": 1.0, "min_p": 1.0}
+        file.writelines(json.dumps({"prompt": text, "tags": ["t"], "sampling": own}) + "\n" for text in TEXTS)
+    other = replace(options, output=str(tmp_path / "other"))
+    run(model, other)
+    assert rows_of(other) == rows_of(options)
 
 
 def test_bad_input_is_refused_before_anything_is_written(model, options, tmp_path):

@@ -223,7 +223,9 @@ def test_an_object_store(tmp_path):
 @pytest.mark.parametrize(("url", "package"), [("s3://bucket/c.jsonl", "s3fs"), ("gs://bucket/c.jsonl", "gcsfs")])
 def test_a_missing_package_is_named(monkeypatch, url, package):
     monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(fsspec.registry._registry, url[:2], raising=False)  # an earlier test may have used it
+    monkeypatch.delitem(
+        sys.modules["fsspec.registry"]._registry, url[:2], raising=False
+    )  # an earlier test may have used it
     with pytest.raises(EnvironmentFault, match=f"{url}: this needs {package}; install it with: pip install {package}"):
         open_source(url)
 
