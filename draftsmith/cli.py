@@ -23,6 +23,7 @@ VERBS: dict[str, tuple[type, str, tuple[str, ...]]] = {
     "prepare": (config.PrepareCommand, "draftsmith.verbs:prepare", ("recipe",)),
     "preview": (config.PreviewCommand, "draftsmith.verbs:preview", ("recipe",)),
     "train": (config.Recipe, "draftsmith.verbs:train", ("recipe",)),
+    "plan": (config.PlanCommand, "draftsmith.plan:plan", ("recipe",)),
     "evaluate": (config.EvaluateCommand, "draftsmith.verbs:evaluate", ("run",)),
     "export": (config.ExportCommand, "draftsmith.verbs:export", ("run",)),
     "verify": (config.VerifyCommand, "draftsmith.verbs:verify", ("folder",)),
@@ -63,6 +64,8 @@ def overview() -> str:
 
 
 def run_verb(verb: str, words: list[str]) -> None:
+    if verb == "train" and "--plan" in words:
+        verb, words = "plan", [word for word in words if word != "--plan"]
     options, place, leading = VERBS[verb]
     values, flags = _leading(verb, leading, words)
     recipe = values.pop("recipe", None)

@@ -354,6 +354,17 @@ class PreviewCommand:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanCommand(Recipe):  # a recipe with all its options, so that any `train` command can be planned
+    """Say what a run on so many GPUs would be, and which layout would be the fastest; start nothing."""
+
+    gpus: int | None = None
+    """GPUs, of all hosts together. None: as many as `train` would use here."""
+    gpus_per_host: int = 8
+    figures: str = ""
+    """JSON with seconds measured on one GPU (docs/planning.md). Empty: an H200 with Qwen3-8B, scaled to the target."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluateCommand:
     """Decode held-out prompts with and without the drafter; report the acceptance length."""
 

@@ -30,22 +30,12 @@ from draftsmith.config import TargetOptions
 from draftsmith.errors import UserError
 from draftsmith.flex import flex_mask
 from draftsmith.fp8 import frozen_copy
+from draftsmith.shapes import default_layer_ids
 from draftsmith.targets.packed_attention import NAME, document_spans
 from draftsmith.types import Features, Pack
 from draftsmith.visibility import dense_mask
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-
-
-def default_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
-    """DFlash's choice: one tap per draft layer, evenly spaced from block 1 to block L - 3, rounded half to even.
-
-    One draft layer (or a target too shallow to spread over) taps block L // 2.
-    """
-    if num_draft_layers == 1 or num_target_layers < 5:
-        return (num_target_layers // 2,)
-    step = (num_target_layers - 4) / (num_draft_layers - 1)
-    return tuple(sorted({round(1 + i * step) for i in range(num_draft_layers)}))
 
 
 class HFTarget:

@@ -11,7 +11,8 @@ import torch
 from draftsmith.config import TargetOptions
 from draftsmith.errors import UserError
 from draftsmith.losses import frozen_head_loss
-from draftsmith.targets.hf import HFTarget, choose_mask_token, default_layer_ids, fingerprint, load_target
+from draftsmith.shapes import default_layer_ids
+from draftsmith.targets.hf import HFTarget, choose_mask_token, fingerprint, load_target
 from draftsmith.types import Sample
 from tests.handmade import block_shape, pack_of, shape_of, tiny_drafter
 from tests.tiny import NUM_TOKENS, tiny_target, tiny_tokenizer
