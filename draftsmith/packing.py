@@ -169,7 +169,7 @@ def pack_window(
     place = deal(lengths, anchors, num_tokens, num_anchors, num_bins)
     by_bin = _ascending(place)
     rest, *dealt = np.split(by_bin, np.searchsorted(place[by_bin], np.arange(num_bins)))
-    return best_fit(lengths, anchors, num_tokens, num_anchors, rest, dealt)
+    return best_fit(lengths, anchors, num_tokens, num_anchors, rest, dealt) if len(rest) else dealt
 
 
 def deal(
