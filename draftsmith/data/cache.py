@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ PLAIN = re.compile(r"[\w-][\w.-]*")
 """Names that a file of a set may have; a manifest comes from elsewhere and is not trusted."""
 VERSION = re.compile(r"[0-9a-f]{16}")
 GB = 1_000_000_000
+PAUSE = 0.2
+"""Seconds until a set is looked at again that another process is fetching."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +64,24 @@ class Held:
     """A set's folder on this machine, which nobody removes as long as this object lives or until it is released."""
 
     def __init__(self, folder: Path) -> None:
-        """Waits while another process fetches the set."""
-        self.folder = folder
+        self.folder, self.lock = folder, -1
         folder.mkdir(parents=True, exist_ok=True)
         self.lock = os.open(folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o644)
-        fcntl.flock(self.lock, fcntl.LOCK_EX)
-        folder.mkdir(exist_ok=True)  # if it was removed until the lock was ours
 
     def share(self) -> None:
-        """Others may read it too from now on."""
+        """Holds it together with others; waits while one of them fetches the set."""
         fcntl.flock(self.lock, fcntl.LOCK_SH)
+        self.folder.mkdir(exist_ok=True)  # if it was removed until the lock was ours
+
+    def own(self) -> bool:
+        """Holds it alone, if nobody else does; otherwise not at all."""
+        fcntl.flock(self.lock, fcntl.LOCK_UN)
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        self.folder.mkdir(exist_ok=True)
+        return True
 
     def release(self) -> None:
         if self.lock >= 0:
@@ -113,13 +124,24 @@ def fetch(url: str, cache: Cache, report: Callable[[str], None]) -> Held | None:
         )
     held = Held(cache.place(content))
     try:
-        _complete(remote, manifest, content, size, held.folder, cache, report)
+        held.share()
+        while _missing(manifest, held.folder):
+            if held.own():  # otherwise another process is about to fetch it: wait for that one, and look again
+                _complete(remote, manifest, content, size, held.folder, cache, report)
+            else:
+                time.sleep(PAUSE)
+            held.share()
     except BaseException:
         held.release()  # at once: the error's traceback keeps the object alive
         raise
-    held.share()
     os.utime(held.folder)
     return held
+
+
+def _missing(manifest: dict, folder: Path) -> dict[str, dict]:
+    """Files that are not here, or not as they should be; the manifest itself counts too."""
+    missing = {name: known for name, known in manifest["files"].items() if _differs(folder / name, known)}
+    return missing if (folder / store.MANIFEST).is_file() else missing | {store.MANIFEST: {"size": 0}}
 
 
 def _complete(
@@ -132,9 +154,8 @@ def _complete(
     report: Callable[[str], None],
 ) -> None:
     """Fetches what is missing in the set's folder, which is this process's alone meanwhile."""
-    missing = {name: known for name, known in manifest["files"].items() if _differs(folder / name, known)}
-    if not missing and (folder / store.MANIFEST).is_file():
-        return
+    missing = _missing(manifest, folder)
+    missing.pop(store.MANIFEST, None)
     _make_room(cache, folder, size, missing)
     more = sum(known["size"] for known in missing.values())
     report(f"fetching {len(missing)} files, {_size(more)}, of {remote.name} to {folder}")
@@ -224,8 +245,11 @@ def upload(local: Path, url: str, cache: Cache, report: Callable[[str], None]) -
             remote.remove(name)  # of the older set; `refuse_foreign` has seen that it is one
     write_whole(local / store.MANIFEST, content)
     held = Held(cache.place(content))
-    shutil.rmtree(held.folder)
-    os.rename(local, held.folder)
+    if held.own():
+        shutil.rmtree(held.folder)
+        os.rename(local, held.folder)
+    else:
+        shutil.rmtree(local)  # the very set is here already, and in use
     held.release()
     return manifest | {"at": version}
 

@@ -224,7 +224,19 @@ def test_a_torn_download_is_continued(there, options, tmp_path, monkeypatch):
 def _open_in_process(options, barrier, queue):
     barrier.wait()
     lines = []
-    queue.put((open_there(options, lines).ids, len(lines)))
+    dataset = open_there(options, lines)
+    barrier.wait()  # both hold it, as the ranks of a run do
+    queue.put((dataset.ids, len(lines)))
+
+
+@pytest.mark.timeout(60)
+def test_a_set_in_use_can_be_opened_and_uploaded_again(there, options, tmp_path):
+    manifest, _ = run(options)
+    first, second = open_there(options), open_there(options)
+    assert first.ids == second.ids and first.folder == second.folder
+    there.delete(f"sets/one/{manifest['at']}/data-00001.arrow")
+    run(options)
+    assert open_there(options).ids == first.ids == open_there(replace(options, cache=str(tmp_path / "other"))).ids
 
 
 @pytest.mark.timeout(240)
