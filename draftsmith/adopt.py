@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,9 +31,11 @@ def adopt(
     device: torch.device,
     prompts: list[Prompt],
     evaluation: EvaluationOptions,
+    arguments: dict[str, Any],
     say: Callable[[str], None],
 ) -> tuple[HFTarget, DFlashDrafter]:
-    """Target and drafter. Raises UserError for a folder that is not understood or does not fit the target."""
+    """Target and drafter. `arguments` are the chat template's. Raises UserError for a folder that is not understood or
+    does not fit the target."""
     found = read_folder(path)
     for remark in found.remarks:
         say(f"warning: {remark}")
@@ -46,19 +49,24 @@ def adopt(
     taps = tuple(found.config["dflash_config"]["target_layer_ids"])
     target = load_target(replace(options, layer_ids=taps), device)
     if found.silent:
-        found = settle(found, target, prompts[:PROMPTS], evaluation.max_new_tokens, say)
+        found = settle(found, target, prompts[:PROMPTS], evaluation.max_new_tokens, arguments, say)
     drafter = found.drafter().to(device=target.device, dtype=target.head.dtype)
     return target, drafter.eval()
 
 
 def settle(
-    found: DrafterFolder, target: HFTarget, prompts: list[Prompt], max_new_tokens: int, say: Callable[[str], None]
+    found: DrafterFolder,
+    target: HFTarget,
+    prompts: list[Prompt],
+    max_new_tokens: int,
+    arguments: dict[str, Any],
+    say: Callable[[str], None],
 ) -> DrafterFolder:
     """The folder as its weights work best, among the readings that it leaves open."""
     decoder, reference = Decoder(target), Reference.from_config(found.path, found.config, target.device)
     texts = []
     for prompt in prompts:
-        tokens = torch.from_numpy(prompt_tokens(target.tokenizer, prompt)).to(target.device)
+        tokens = torch.from_numpy(prompt_tokens(target.tokenizer, prompt, arguments)).to(target.device)
         texts.append((tokens, decoder.greedy(tokens, max(max_new_tokens, 2 * reference.reading.block_size))))
     scores = compare_readings(decoder, reference, texts)
     better, told = better_readings(scores), ", ".join(f"{name} {score:.2f}" for name, score in scores.items())

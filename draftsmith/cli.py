@@ -24,7 +24,7 @@ VERBS: dict[str, tuple[type, str, tuple[str, ...]]] = {
     "preview": (config.PreviewCommand, "draftsmith.verbs:preview", ("recipe",)),
     "train": (config.Recipe, "draftsmith.verbs:train", ("recipe",)),
     "plan": (config.PlanCommand, "draftsmith.plan:plan", ("recipe",)),
-    "evaluate": (config.EvaluateCommand, "draftsmith.verbs:evaluate", ("run",)),
+    "evaluate": (config.EvaluateCommand, "draftsmith.assess:evaluate", ("run",)),
     "export": (config.ExportCommand, "draftsmith.verbs:export", ("run",)),
     "verify": (config.VerifyCommand, "draftsmith.verbs:verify", ("folder",)),
     "generate": (config.GenerateCommand, "draftsmith.verbs:generate", ("run", "prompt")),

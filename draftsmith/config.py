@@ -195,6 +195,10 @@ class EvaluationOptions:
     top_k: int = 0
     """0: no limit."""
     top_p: float = 1.0
+    enable_thinking: bool | None = None
+    """Given to the chat template. None: as data.enable_thinking of the run, or the template's own default."""
+    template_kwargs: str = ""
+    """More arguments of the chat template, as a JSON object. Empty: as data.template_kwargs of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,6 +380,11 @@ class EvaluateCommand:
     """Instead of a run: any drafter's folder, z-lab or Speculators layout (with --target.path)."""
     target: TargetOptions = field(default_factory=TargetOptions)
     """For --drafter only; a run knows its target."""
+    suite: tuple[str, ...] = ()
+    """Instead of evaluation.prompts: humaneval, mt-bench, champ, ifbench, or a JSONL file; several are allowed. Of
+    each, evaluation.limit prompts, drawn by a hash of their ids."""
+    rescore: str = ""
+    """Alone: folder of an earlier evaluation, whose figures are computed again from its samples.jsonl."""
     output: str = ""
     """Folder for results.json and samples.jsonl. Empty: RUN/evaluation; nothing is written for --drafter."""
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)

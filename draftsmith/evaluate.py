@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from draftsmith.config import EvaluationOptions
+from draftsmith.config import DataOptions, EvaluationOptions
 from draftsmith.data.chat import prompt_tokens
 from draftsmith.data.prompts import Prompt
+from draftsmith.data.template import template_arguments
 from draftsmith.decode import Decoded, Sampling, decode_plain, decode_speculative
 from draftsmith.drafters import DFlashDrafter
+from draftsmith.errors import DataError
 from draftsmith.randomness import keyed_seed
 from draftsmith.targets import Target
 
@@ -63,19 +66,64 @@ class Evaluation:
         return {k: v for k, v in vars(self).items() if k != "answers"}
 
 
+def chat_arguments(options: EvaluationOptions, data: DataOptions | None = None) -> dict[str, Any]:
+    """The chat template's arguments: those of the evaluation before those that the training data was rendered with."""
+    own = template_arguments(options.enable_thinking, options.template_kwargs, "evaluation")
+    return (template_arguments(data.enable_thinking, data.template_kwargs, "data") if data else {}) | own
+
+
 def make_cases(
-    target: Target, prompts: Iterable[Prompt], options: EvaluationOptions, report: Callable[[int], None]
+    target: Target,
+    prompts: Iterable[Prompt],
+    options: EvaluationOptions,
+    report: Callable[[int], None],
+    arguments: dict[str, Any] | None = None,
+    seed: int = 0,
 ) -> list[Case]:
-    """Render the prompts and, for greedy evaluation, decode each once without a drafter."""
+    """Render the prompts and, for greedy evaluation, decode each once without a drafter.
+
+    `arguments` are the chat template's. Every turn of a prompt with followups is a case; the target's own answers stand
+    between them. Raises DataError for a prompt that leaves the target no room to answer.
+    """
+    sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     cases = []
     for number, prompt in enumerate(prompts, 1):
-        tokens = torch.from_numpy(prompt_tokens(target.tokenizer, prompt)).to(target.head.device)
-        plain = None
-        if options.temperature == 0:
-            plain = decode_plain(target, tokens, options.max_new_tokens, Sampling(), torch.Generator())
-        cases.append(Case(prompt=prompt, tokens=tokens, plain=plain))
+        turn, last = prompt, len(prompt.followups)
+        for index in range(last + 1):
+            tokens = torch.from_numpy(prompt_tokens(target.tokenizer, turn, arguments or {})).to(target.head.device)
+            _check_room(target, turn, len(tokens), options.max_new_tokens)
+            answer = None
+            if options.temperature == 0 or index < last:
+                generator = torch.Generator().manual_seed(keyed_seed("plain", seed, turn.id) >> 1)
+                answer = decode_plain(target, tokens, options.max_new_tokens, sampling, generator)
+            cases.append(Case(prompt=turn, tokens=tokens, plain=answer if options.temperature == 0 else None))
+            if index < last:
+                turn = _next_turn(target, prompt, turn, index, answer or [])
         report(number)
     return cases
+
+
+def _check_room(target: Target, prompt: Prompt, length: int, max_new_tokens: int) -> None:
+    longest = getattr(target.config, "max_position_embeddings", None)
+    if longest is not None and length + max_new_tokens > longest:
+        raise DataError(
+            f"prompt {prompt.id!r} has {length} tokens; with evaluation.max_new_tokens {max_new_tokens} that is more "
+            f"than the target's {longest} positions; lower the latter or leave the prompt out"
+        )
+
+
+def _next_turn(target: Target, prompt: Prompt, turn: Prompt, index: int, answer: list[int]) -> Prompt:
+    """The conversation so far, the target's answer, and what the user says next."""
+    said = target.tokenizer.decode([token for token in answer if token not in target.eos_ids], skip_special_tokens=True)
+    told = ({"role": "assistant", "content": said}, {"role": "user", "content": prompt.followups[index]})
+    return replace(turn, id=f"{prompt.id}, turn {index + 2}", messages=(*turn.messages, *told))
+
+
+def warm_up(target: Target, drafter: DFlashDrafter, case: Case) -> None:
+    """Decode a little both ways, so that what only happens once is not timed."""
+    few = 2 * drafter.config.block_size
+    decode_plain(target, case.tokens, few, Sampling(), torch.Generator())
+    decode_speculative(target, drafter, case.tokens, few, Sampling(), torch.Generator())
 
 
 def evaluate(

@@ -35,6 +35,8 @@ class Findings:
     by_reference: dict[str, float] = field(default_factory=dict)
     """The reference's, by the same count."""
     versions: dict[str, dict] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+    """Failed checks that say nothing about the drafter: an engine that could not be made or reached."""
 
     def add(self, check: str, passed: bool | None, said: str) -> None:
         self.rows.append(Row(check, passed, said))
@@ -56,7 +58,7 @@ class Findings:
 
 
 def conclude(command: VerifyCommand, found: Findings) -> None:
-    """Write the report; raises CheckFailed naming the checks."""
+    """Write the report; raises CheckFailed naming the checks, EnvironmentFault if the drafter is not to blame."""
     if command.output:
         report = {
             "rows": [asdict(row) for row in found.rows],
@@ -69,5 +71,10 @@ def conclude(command: VerifyCommand, found: Findings) -> None:
             Path(command.output).write_text(json.dumps(report, indent=1) + "\n")
         except OSError as error:
             raise EnvironmentFault(f"the report {command.output} could not be written: {error}") from error
+    if found.failed and set(found.failed) <= set(found.faults):
+        raise EnvironmentFault(
+            f"{command.folder} passed all that could be checked, which {' and '.join(found.failed)} could not; see the "
+            "lines above"
+        )
     if found.failed:
         raise CheckFailed(f"{command.folder} failed: {', '.join(dict.fromkeys(found.failed))}; see the lines above")

@@ -26,7 +26,7 @@ from draftsmith.data.prompts import Prompt, read_prompts
 from draftsmith.drafters import DRAFTERS, DFlashDrafter
 from draftsmith.drafters.dflash import misfits
 from draftsmith.errors import UserError
-from draftsmith.evaluate import Case, make_cases
+from draftsmith.evaluate import Case, chat_arguments, make_cases
 from draftsmith.export.read import read_folder, refuse_other_conventions
 from draftsmith.features.wire import Receiver, receive_tensors
 from draftsmith.gradients import GradientSum
@@ -395,4 +395,5 @@ def make_all_cases(recipe: Recipe, target: Target, prompts: list, console: Conso
     if not prompts:
         return []
     console.say(f"decoding {len(prompts)} held-out prompts without a drafter, for comparison")
-    return make_cases(target, prompts, recipe.evaluation, lambda done: None)
+    arguments = chat_arguments(recipe.evaluation, recipe.data)
+    return make_cases(target, prompts, recipe.evaluation, lambda done: None, arguments, recipe.seed)

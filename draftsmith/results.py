@@ -1,7 +1,9 @@
 """An evaluation as files: figures with intervals, counts, hashes and versions, and samples that can be scored again.
 
-results.json     figures; what was measured on what, by which versions
-samples.jsonl    one object per prompt: its tokens, the answer, the tokens committed by each cycle
+results.json     by suite: figures, source, speed; then what was measured with what, by which versions
+samples.jsonl    one object per answer: its suite, tags, tokens, and by cycle what was offered, accepted, committed
+
+Every figure but the speed is a function of the samples (`score`), and `rescore` computes it again from the file.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-from draftsmith.errors import EnvironmentFault
-from draftsmith.evaluate import Case, Evaluation
-from draftsmith.export.folder import measure
+from draftsmith.decode import Decoded
+from draftsmith.errors import DataError, EnvironmentFault, UserError
+from draftsmith.evaluate import Case
 
 DRAWS = 2000
+CYCLES = ("cycles", "offered", "accepted")
 
 
 def bootstrap(values: Sequence[float]) -> tuple[float, float] | None:
@@ -40,55 +43,94 @@ def wilson(hits: int, count: int) -> tuple[float, float] | None:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def intervals(cases: list[Case], result: Evaluation, block_size: int) -> dict:
-    """The figures with their intervals and counts."""
-    pairs = [(c, a.accept_length) for c, a in zip(cases, result.answers, strict=True) if a.accept_length is not None]
-    tags = sorted({tag for case, _ in pairs for tag in case.prompt.tags})
-    drafts = [d for a in result.answers for d in zip(a.accepted, a.offered, strict=True)]
+def sample_of(suite: str, case: Case, answer: Decoded) -> dict:
+    """An answer as a line of samples.jsonl."""
+    return {
+        "suite": suite,
+        "id": case.prompt.id,
+        "tags": list(case.prompt.tags),
+        "prompt_tokens": case.tokens.tolist(),
+        "tokens": answer.tokens,
+        "cycles": answer.cycles,
+        "offered": answer.offered,
+        "accepted": answer.accepted,
+        "equal": None if case.plain is None else case.plain == answer.tokens,
+    }
+
+
+def score(samples: list[dict], block_size: int) -> dict:
+    """The figures of one suite's samples, with intervals and counts."""
+    pairs = [(s["tags"], sum(s["cycles"]) / len(s["cycles"])) for s in samples if s["cycles"]]
+    cycles = [committed for s in samples for committed in s["cycles"]]
+    drafts = [pair for s in samples for pair in zip(s["accepted"], s["offered"], strict=True)]
+    known = [s["equal"] for s in samples if s["equal"] is not None]
 
     def figure(values: list[float]) -> dict:
-        return {"value": sum(values) / max(1, len(values)), "interval": bootstrap(values), "count": len(values)}
+        return {
+            "value": sum(values) / max(1, len(values)),
+            "interval": _listed(bootstrap(values)),
+            "count": len(values),
+        }
 
     def slot_figure(slot: int) -> dict:
         offered = sum(offered >= slot for _, offered in drafts)
         hits = sum(accepted >= slot for accepted, _ in drafts)
-        return {"value": hits / max(1, offered), "interval": wilson(hits, offered), "count": offered}
+        return {"value": hits / max(1, offered), "interval": _listed(wilson(hits, offered)), "count": offered}
 
     return {
         "accept_length": figure([length for _, length in pairs]),
-        "accept_length_pooled": result.accept_length_pooled,
-        "by_tag": {tag: figure([length for case, length in pairs if tag in case.prompt.tags]) for tag in tags},
+        "accept_length_pooled": sum(cycles) / max(1, len(cycles)),
+        "by_tag": {
+            tag: figure([length for tags, length in pairs if tag in tags])
+            for tag in sorted({tag for tags, _ in pairs for tag in tags})
+        },
         "by_slot": [slot_figure(slot) for slot in range(1, block_size)],
-        "lossless": result.lossless,
-        "num_equal": result.num_equal,
-        "prompts": result.prompts,
-        "tokens": result.tokens,
-        "cycles": sum(len(answer.cycles) for answer in result.answers),
+        "lossless": all(known) if known else None,
+        "num_equal": sum(known),
+        "answers": len(samples),
+        "tokens": sum(len(s["tokens"]) for s in samples),
+        "cycles": len(cycles),
     }
 
 
-def write_evaluation(folder: Path, cases: list[Case], result: Evaluation, report: dict, prompts: Path) -> None:
+def _listed(interval: tuple[float, float] | None) -> list[float] | None:
+    """As JSON gives it back."""
+    return None if interval is None else [*interval]
+
+
+def write_evaluation(folder: Path, report: dict, samples: list[dict]) -> None:
     """Write both files. Raises EnvironmentFault when the disk fails."""
-    samples = [
-        {
-            "id": case.prompt.id,
-            "tags": list(case.prompt.tags),
-            "prompt_tokens": case.tokens.tolist(),
-            "tokens": answer.tokens,
-            "cycles": answer.cycles,
-            "offered": answer.offered,
-            "accepted": answer.accepted,
-            "equal": None if case.plain is None else case.plain == answer.tokens,
-        }
-        for case, answer in zip(cases, result.answers, strict=True)
-    ]
-    report = report | {"prompts_file": {"name": prompts.name, **measure(prompts)}}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _replace(folder / "samples.jsonl", "".join(json.dumps(sample) + "\n" for sample in samples))
         _replace(folder / "results.json", json.dumps(report, indent=1) + "\n")
     except OSError as error:
         raise EnvironmentFault(f"the evaluation could not be written to {folder}: {error}") from error
+
+
+def rescore(folder: Path) -> tuple[dict, dict[str, dict]]:
+    """results.json of an evaluation, and the figures by suite as its samples give them now.
+
+    Raises UserError for a folder that is no evaluation, DataError naming the line of a sample that cannot be used.
+    """
+    try:
+        report = json.loads((folder / "results.json").read_text())
+        block_size, names = report["block_size"], list(report["suites"])
+        lines = (folder / "samples.jsonl").read_text().splitlines()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder} holds no evaluation (results.json and samples.jsonl): {error!r}") from error
+    samples: dict[str, list[dict]] = {name: [] for name in names}
+    for number, line in enumerate(lines, 1):
+        try:
+            sample = json.loads(line)
+            if len({len(sample[key]) for key in CYCLES}) != 1 or len(sample["tokens"]) != 1 + sum(sample["cycles"]):
+                raise ValueError("its cycles do not give its tokens")
+            samples[sample["suite"]].append(sample)
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{folder / 'samples.jsonl'}, line {number}: no sample of this evaluation ({error})"
+            ) from error
+    return report, {name: score(found, block_size) for name, found in samples.items()}
 
 
 def _replace(path: Path, text: str) -> None:

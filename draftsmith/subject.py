@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.config import VerifyCommand
-from draftsmith.data.chat import render_prompt
-from draftsmith.data.prompts import read_prompts
+from draftsmith.data.chat import prompt_tokens
+from draftsmith.data.prompts import Prompt
 from draftsmith.errors import UserError
 from draftsmith.export.read import DrafterFolder
 from draftsmith.export.record import synthetic_prompts
@@ -39,8 +39,10 @@ class Bounds:
 
 BOUNDS = {
     torch.float32: Bounds(logits=2e-3, accept=0.02, slot=0.02),
-    torch.bfloat16: Bounds(logits=0.1, accept=0.1, slot=0.1),
+    torch.bfloat16: Bounds(logits=0.3, accept=0.1, slot=0.1),
 }
+ACROSS = Bounds(logits=1.0, accept=0.1, slot=0.1)
+"""Between fp32 and bf16: the target's own features differ too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +63,8 @@ class Subject:
     @property
     def record_bounds(self) -> Bounds:
         """Against what was recorded at export, perhaps in another number format."""
-        exact = self.folder.record is not None and self.folder.record["measured"]["dtype"] == "float32"
-        return self.bounds if exact else BOUNDS[torch.bfloat16]
+        recorded = ((self.folder.record or {}).get("measured") or {}).get("dtype", "")
+        return self.bounds if str(self.target.head.dtype) == f"torch.{recorded}" else ACROSS
 
     @cached_property
     def plain(self) -> list[list[int]]:
@@ -105,20 +107,12 @@ class Subject:
         return number
 
 
-def make_subject(command: VerifyCommand, folder: DrafterFolder, target: HFTarget) -> Subject:
+def make_subject(command: VerifyCommand, rows: list[Prompt], folder: DrafterFolder, target: HFTarget) -> Subject:
     """Prompts are those given, or those recorded with the export, or random text. Raises UserError or DataError."""
     measured = (folder.record or {}).get("measured")
-    if command.limit < 1 or command.max_new_tokens < 1:
-        raise UserError("limit and max_new_tokens must be greater than 0")
     limit = command.max_new_tokens
-    if command.prompts:
-        rows = read_prompts(Path(command.prompts), command.limit)
-        prompts = [
-            torch.from_numpy(
-                render_prompt(target.tokenizer, list(row.messages), tools=list(row.tools), arguments=row.arguments)
-            )
-            for row in rows
-        ]
+    if rows:
+        prompts = [torch.from_numpy(prompt_tokens(target.tokenizer, row)) for row in rows]
     elif measured:
         prompts = [torch.tensor(answer["prompt"]) for answer in measured["answers"]]
         if max(int(prompt.max()) for prompt in prompts) >= target.config.vocab_size:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -14,7 +12,6 @@ from pathlib import Path
 import torch
 
 from draftsmith import config
-from draftsmith.adopt import adopt
 from draftsmith.anchors import BlockShape, build_blocks, default_gamma, draw_anchors
 from draftsmith.checkpoint import Checkpoint
 from draftsmith.data.cache import Cache
@@ -29,8 +26,7 @@ from draftsmith.data.statistics import measure as measure_set
 from draftsmith.decode import Decoded, Sampling, decode_speculative
 from draftsmith.drafters import DRAFTERS, DFlashDrafter
 from draftsmith.errors import UserError
-from draftsmith.evaluate import Case, Evaluation, make_cases
-from draftsmith.evaluate import evaluate as measure
+from draftsmith.evaluate import chat_arguments
 from draftsmith.export import EXPORTS
 from draftsmith.export.publish import publish
 from draftsmith.export.record import synthetic_prompts
@@ -49,8 +45,7 @@ from draftsmith.preview import (
     write_page,
 )
 from draftsmith.recipe import read_recipe
-from draftsmith.results import intervals, write_evaluation
-from draftsmith.run import find_checkpoint, versions
+from draftsmith.run import find_checkpoint
 from draftsmith.targets import HFTarget, load_target
 from draftsmith.targets.hf import choose_mask_token, end_ids, load_tokenizer, read_config
 from draftsmith.telemetry import Console
@@ -165,73 +160,6 @@ def train(recipe: config.Recipe) -> None:
     console.say(f'run folder: {recipe.run}\nnext: draftsmith generate {recipe.run} "your question"')
 
 
-def evaluate(command: config.EvaluateCommand) -> None:
-    """Decode held-out prompts with a run's drafter (its recipe says what is not given, see `cli`) or with any other."""
-    console, options = Console(), command.evaluation
-    if bool(command.run) == bool(command.drafter):
-        raise UserError("give either the folder of a run, or --drafter FOLDER with --target.path")
-    if command.run:
-        require_run(command.run)
-    if not options.prompts:
-        raise UserError(
-            "evaluation.prompts is not given and the run's recipe names none; give --evaluation.prompts FILE"
-        )
-    prompts = read_prompts(options.prompts, options.limit)
-    seed, facts = 0, {}
-    if command.run:
-        recipe, target, drafter, found = open_run(command.run, command.checkpoint, command.device, console)
-        seed, name = recipe.seed, f"{found.path.name} of {command.run}"
-        facts = {"checkpoint": found.path.name, "fingerprints": found.facts.get("fingerprints", {})}
-    else:
-        device, name = choose_device(command.device), command.drafter
-        target, drafter = adopt(Path(name), command.target, device, prompts, options, console.say)
-    console.say(f"{name}, {len(prompts)} prompts of {options.prompts}")
-    start = time.perf_counter()
-    cases = make_cases(target, prompts, options, lambda done: None)
-    plain_seconds = time.perf_counter() - start
-    result = measure(target, drafter, cases, options, seed)
-    report = intervals(cases, result, drafter.config.block_size)
-    speed = _reference_speed(cases, result, plain_seconds)
-    show_evaluation(report, result, speed, console)
-    output = Path(command.output or (Path(command.run) / "evaluation" if command.run else ""))
-    if command.output or command.run:
-        facts |= {"drafter": name, "target_fingerprint": target.fingerprint, "versions": versions()}
-        write_evaluation(
-            output, cases, result, report | facts | {"options": vars(options), "speed": speed}, Path(options.prompts)
-        )
-        console.say(f"wrote {output}/results.json and samples.jsonl")
-    following = f'generate {command.run} "your question"' if command.run else f"train RECIPE --init {command.drafter}"
-    console.say(f"next: draftsmith {following}")
-
-
-def _reference_speed(cases: list[Case], result: Evaluation, plain_seconds: float) -> dict | None:
-    """Tokens per second of this loop, one conversation at a time: no figure of a server. None with sampling."""
-    if any(case.plain is None for case in cases):
-        return None
-    tokens = sum(len(case.plain or ()) for case in cases)
-    return {"plain": tokens / plain_seconds, "speculative": result.tokens / result.seconds}
-
-
-def show_evaluation(report: dict, result: Evaluation, speed: dict | None, console: Console) -> None:
-    def told(figure: dict) -> str:
-        low, high = figure["interval"] or (math.nan, math.nan)
-        between = "" if math.isnan(low) else f", 95 % between {low:.3f} and {high:.3f}"
-        return f"{figure['value']:.3f}  ({figure['count']} responses{between})"
-
-    console.say(f"accept length          {told(report['accept_length'])}, mean over responses")
-    console.say(f"accept length, pooled  {report['accept_length_pooled']:.3f}  (all tokens over all cycles)")
-    console.say("accepted by slot       " + " ".join(f"{slot['value']:.2f}" for slot in report["by_slot"]))
-    for tag, figure in report["by_tag"].items():
-        console.say(f"  {tag:<20} {told(figure)}")
-    if result.lossless is not None:
-        console.say(f"lossless               {result.num_equal} of {result.prompts} outputs equal to plain decoding")
-    if speed:
-        console.say(
-            f"reference loop         {speed['speculative']:.1f} tokens a second, plain {speed['plain']:.1f}; batch 1, "
-            "no figure of a server"
-        )
-
-
 def export(command: config.ExportCommand) -> None:
     """Write a checkpoint in the layouts asked for, and say how each is served and verified."""
     console = Console()
@@ -307,13 +235,15 @@ def recorded_prompts(recipe: config.Recipe, target: HFTarget, command: config.Ex
     if not command.recorded_prompts or not Path(recipe.evaluation.prompts).is_file():
         return synthetic_prompts(target, 2)
     prompts = read_prompts(recipe.evaluation.prompts, command.recorded_prompts)
-    return [torch.from_numpy(prompt_tokens(target.tokenizer, p)).to(target.device) for p in prompts]
+    arguments = chat_arguments(recipe.evaluation, recipe.data)
+    return [torch.from_numpy(prompt_tokens(target.tokenizer, p, arguments)).to(target.device) for p in prompts]
 
 
 def generate(command: config.GenerateCommand) -> None:
     console = Console()
-    _, target, drafter, found = open_run(command.run, command.checkpoint, command.device, console)
-    prompt = render_prompt(target.tokenizer, [{"role": "user", "content": command.prompt}])
+    recipe, target, drafter, found = open_run(command.run, command.checkpoint, command.device, console)
+    arguments = chat_arguments(recipe.evaluation, recipe.data)
+    prompt = render_prompt(target.tokenizer, [{"role": "user", "content": command.prompt}], arguments=arguments)
     decoded = decode_speculative(
         target,
         drafter,

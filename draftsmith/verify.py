@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from draftsmith.config import VerifyCommand
+from draftsmith.data.prompts import Prompt, read_prompts
 from draftsmith.engines.launch import ask, prepare
-from draftsmith.engines.server import ask_server
+from draftsmith.engines.server import ask_server, find_model
 from draftsmith.errors import EnvironmentFault, UserError
 from draftsmith.export.folder import measure
 from draftsmith.export.read import DrafterFolder, read_folder
@@ -34,8 +35,7 @@ def verify_folder(
 ) -> Findings:
     """All checks, each said as it is made. `load` gives the target, once the drafter could be read."""
     path = Path(command.folder)
-    if command.url and "vllm" not in command.engine:
-        raise UserError("url names a vLLM server, so it has no effect without --engine vllm")
+    prompts = check_words(command)
     if not (path / "config.json").is_file():
         raise UserError(f"{command.folder!r} holds no config.json; give the folder of an exported drafter")
     found = Findings(say)
@@ -52,13 +52,24 @@ def verify_folder(
         return found
     target = load(tuple(folder.config["dflash_config"]["target_layer_ids"]))
     check_target(folder, target, found)
-    subject = make_subject(command, folder, target)
+    subject = make_subject(command, prompts, folder, target)
     for check in (check_logits, check_proposals, check_greedy, check_acceptance, check_readings):
         check(subject, found)
     for engine in command.engine:
         if engine != "reference":
             check_engine(engine, command, subject, found)
     return found
+
+
+def check_words(command: VerifyCommand) -> list[Prompt]:
+    """What can be said about the command before anything is loaded; the prompts of its file, if it names one."""
+    if command.url and "vllm" not in command.engine:
+        raise UserError("url names a vLLM server, so it has no effect without --engine vllm")
+    if command.limit < 1 or command.max_new_tokens < 1:
+        raise UserError("limit and max_new_tokens must be greater than 0")
+    if command.url:
+        find_model(command.url)
+    return read_prompts(command.prompts, command.limit) if command.prompts else []
 
 
 def check_files(folder: DrafterFolder, found: Findings) -> None:
@@ -143,8 +154,8 @@ def check_logits(subject: Subject, found: Findings) -> None:
         worst = max(worst, float(((ours - theirs).abs().amax(-1) / theirs.std(-1)).max()))
         agreed += int((ours.argmax(-1) == theirs.argmax(-1)).all())
         blocks += 1
-    # Both compute in fp32 whatever the target's format; a GPU may still do so with fewer bits (TF32).
-    limit = BOUNDS[torch.float32 if subject.target.device.type == "cpu" else torch.bfloat16].logits
+    # Both compute in fp32 from the same features, whatever the target's format.
+    limit = BOUNDS[torch.float32].logits
     found.add(
         "logits",
         worst <= limit,
@@ -192,18 +203,18 @@ def check_acceptance(subject: Subject, found: Findings) -> None:
     """(c) The reference's accept length beside the trainer's own, on the same prompts; and per position."""
     value = pooled([run.cycles for run in subject.runs])
     found.figures["reference"] = value
-    measured = (subject.folder.record or {}).get("measured")
-    same = measured and [a["prompt"] for a in measured["answers"]] == [p.tolist() for p in subject.prompts]
     by_slot = accept_by_slot([run.accepted for run in subject.whole_runs], subject.reference.reading.block_size)
     slots = "by slot " + " ".join(f"{rate:.2f}" for rate in by_slot)
-    if not same:
-        found.add("acceptance", True, f"accept length {value:.3f} (reference); no record on these prompts; {slots}")
+    both = recorded_cycles(subject)
+    if not both:
+        found.add("acceptance", True, f"accept length {value:.3f} (reference); no record of these answers; {slots}")
         return
-    trainer = measured["accept_length_pooled"]
+    trainer, wanted = pooled([theirs for theirs, _ in both]), pooled([ours for _, ours in both])
     found.figures = {"trainer": trainer, **found.figures}
-    found.by_reference["trainer"] = value
-    said = f"accept length {value:.3f} (reference), {trainer:.3f} (trainer), difference {value - trainer:+.3f}; {slots}"
-    found.add("acceptance", abs(value - trainer) <= subject.record_bounds.accept * trainer, said)
+    found.by_reference["trainer"] = wanted
+    few = "" if len(both) == len(subject.runs) else f" on {len(both)} answers that the target still gives"
+    said = f"accept length {wanted:.3f} (reference), {trainer:.3f} (trainer){few}, difference {wanted - trainer:+.3f}"
+    found.add("acceptance", abs(wanted - trainer) <= subject.record_bounds.accept * trainer, f"{said}; {slots}")
     reported = subject.folder.record["trained"].get("accept")
     if reported and reported > 1.5 and value - 1 < 0.4 * (reported - 1):
         found.add(
@@ -212,6 +223,15 @@ def check_acceptance(subject: Subject, found: Findings) -> None:
             f"training reported {reported:.2f} on its own text, decoding gives {value:.2f}: overfitted, or trained "
             "with other conventions than those of serving",
         )
+
+
+def recorded_cycles(subject: Subject) -> list[tuple[list[int], list[int]]]:
+    """The trainer's and the reference's cycles of each answer that both have; in another number format a target may
+    answer otherwise."""
+    recorded = ((subject.folder.record or {}).get("measured") or {}).get("answers", [])
+    known = {(tuple(a["prompt"]), tuple(a["tokens"])): a["cycles"] for a in recorded}
+    keys = [(tuple(p.tolist()), tuple(a)) for p, a in zip(subject.prompts, subject.plain, strict=True)]
+    return [(known[key], run.cycles) for key, run in zip(keys, subject.runs, strict=True) if key in known]
 
 
 def check_readings(subject: Subject, found: Findings) -> None:
@@ -241,6 +261,7 @@ def check_engine(engine: str, command: VerifyCommand, subject: Subject, found: F
             (answer,) = ask(engine, python, [request])
     except EnvironmentFault as error:
         found.add(engine, False, str(error))
+        found.faults.append(engine)
         return
     compare_answer(engine, answer, subject, found)
 

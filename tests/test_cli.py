@@ -320,7 +320,7 @@ def test_every_verb_ends_with_the_next_command(world, recipe, tmp_path, capsys):
     said = ran("evaluate", recipe.run)
     assert f"accept length          {results['accept_length_after']:.3f}" in said, "as the run's own recipe evaluates"
     assert "2 of 2 outputs equal to plain decoding" in said
-    assert "1 prompts" in ran("evaluate", recipe.run, "--evaluation.limit", "1")
+    assert "1 of 24 prompts" in ran("evaluate", recipe.run, "--evaluation.limit", "1")
     assert "tokens came from the drafter" in ran("generate", recipe.run, "hello", "--max_new_tokens", "8")
 
 

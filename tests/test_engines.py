@@ -76,7 +76,7 @@ def exports(tmp_path_factory) -> dict[str, tuple[Subject, str]]:
         folder, target = base / "drafters" / case / "export", str(targets[CASES[case].target])
         path = folder / layout if CASES[case].to == "all" else folder
         command = VerifyCommand(folder=str(path), target=TargetOptions(path=target), device="cpu")
-        found[name] = make_subject(command, read_folder(path), load_for(path, target)), target
+        found[name] = make_subject(command, [], read_folder(path), load_for(path, target)), target
     return found
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from draftsmith.config import EvaluationOptions
+from draftsmith.config import DataOptions, EvaluationOptions
 from draftsmith.data.prompts import Prompt
 from draftsmith.decode import Decoded
-from draftsmith.evaluate import Case, _summarise, evaluate, make_cases
+from draftsmith.errors import DataError, UserError
+from draftsmith.evaluate import Case, _summarise, chat_arguments, evaluate, make_cases
 from draftsmith.targets import HFTarget
 from tests.test_decode import make_drafter
-from tests.tiny import tiny_target, tiny_tokenizer
+from tests.tiny import CHATML, tiny_target, tiny_tokenizer
 
 
 def prompt(name: str, *tags: str) -> Prompt:
@@ -90,3 +93,49 @@ def test_sampling_depends_on_the_seed_and_the_prompt_not_on_the_order(target):
     backward = [answer.tokens for answer in evaluate(target, drafter, cases[::-1], options, seed=1).answers]
     other = [answer.tokens for answer in evaluate(target, drafter, cases, options, seed=2).answers]
     assert forward == backward[::-1] != other
+
+
+def test_every_turn_is_asked_after_the_targets_own_answer(target):
+    options = EvaluationOptions(max_new_tokens=6)
+    asked = replace(prompt("first", "x"), followups=("second", "third"))
+    cases = make_cases(target, [asked], options, lambda done: None)
+    assert [case.prompt.id for case in cases] == ["first", "first, turn 2", "first, turn 3"]
+    assert all(case.prompt.tags == ("x",) for case in cases)
+    answer = target.tokenizer.decode([t for t in cases[0].plain if t not in target.eos_ids], skip_special_tokens=True)
+    said = target.tokenizer.decode(cases[1].tokens)
+    assert said == (
+        f"<|im_start|>user\nfirst<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+        "<|im_start|>user\nsecond<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert evaluate(target, make_drafter(target), cases, options).lossless is True
+    sampled = make_cases(target, [asked], EvaluationOptions(max_new_tokens=6, temperature=1.0), lambda done: None)
+    assert len(sampled) == 3 and all(case.plain is None for case in sampled)
+
+
+THINKING = "{% if enable_thinking is defined %}{{ '[' ~ enable_thinking ~ ']' }}{% endif %}" + CHATML
+
+
+def test_the_templates_arguments_come_from_run_evaluation_and_row():
+    target = HFTarget(tiny_target(), tiny_tokenizer(), (0, 2))
+    target.tokenizer.chat_template = THINKING
+    trained = DataOptions(enable_thinking=True)
+
+    def begins(options: EvaluationOptions, data: DataOptions | None, **row) -> str:
+        cases = make_cases(
+            target, [replace(prompt("a"), **row)], options, lambda done: None, chat_arguments(options, data)
+        )
+        return target.tokenizer.decode(cases[0].tokens).split("<|im_start|>")[0]
+
+    few = EvaluationOptions(max_new_tokens=1)
+    assert begins(few, None) == ""
+    assert begins(few, trained) == "[True]", "as the data was rendered"
+    assert begins(replace(few, enable_thinking=False), trained) == "[False]"
+    assert begins(replace(few, template_kwargs='{"enable_thinking": false}'), trained) == "[False]"
+    assert begins(few, trained, arguments={"enable_thinking": "row"}) == "[row]"
+    with pytest.raises(UserError, match="say different things"):
+        chat_arguments(replace(few, enable_thinking=True, template_kwargs='{"enable_thinking": false}'))
+
+
+def test_a_prompt_without_room_for_an_answer_is_an_error(target):
+    with pytest.raises(DataError, match="prompt 'one' has .* more than the target's 2048 positions"):
+        make_cases(target, [prompt("one")], EvaluationOptions(max_new_tokens=2040), lambda done: None)

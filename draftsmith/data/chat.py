@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data.messages import FINISHES, REASONING_KEYS, check_messages, check_order, is_target, normalise
 from draftsmith.data.prompts import Prompt
-from draftsmith.data.template import Template
+from draftsmith.data.template import Template, check_arguments
 from draftsmith.errors import DataError
 
 EMPTY_THOUGHT = re.compile(r"\s*(?:<think>\s*</think>|\[THINK\]\s*\[/THINK\]|<\|channel>thought\s*<channel\|>)\s*")
@@ -148,10 +148,17 @@ def render_prompt(
     return np.array(template.encode(template.text(normalise(messages), prompt=True)), dtype=np.int64)
 
 
-def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Int[np.ndarray, " n"]:
-    """A row of a file of prompts, with its own tools and template arguments."""
-    tools = list(prompt.tools) or None
-    return render_prompt(tokenizer, list(prompt.messages), tools=tools, arguments=prompt.arguments)
+def prompt_tokens(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, arguments: Mapping[str, Any] | None = None
+) -> Int[np.ndarray, " n"]:
+    """A row of a file of prompts, with its own tools, and its own template arguments before `arguments`."""
+    together = {**(arguments or {}), **prompt.arguments}
+    try:
+        check_arguments(together)
+        tools = list(prompt.tools) or None
+        return render_prompt(tokenizer, list(prompt.messages), tools=tools, arguments=together)
+    except DataError as error:
+        raise DataError(f"Prompt {prompt.id!r}: {error}") from error
 
 
 def check_served(

@@ -33,7 +33,7 @@ from draftsmith.data.remote import Remote, is_remote, shown
 from draftsmith.data.shards import Build, write_description
 from draftsmith.data.sources import Source, open_source
 from draftsmith.data.split import context_size
-from draftsmith.data.template import check_arguments, require_template
+from draftsmith.data.template import require_template, template_arguments
 from draftsmith.errors import DataError, UserError
 from draftsmith.types import Sample
 
@@ -93,6 +93,7 @@ def prepare(
         tally = build.tally
         manifest = {
             "conversations": source.name,
+            "hub_sets": [source.name] if source.table is not None else [],
             "form": form,
             "inputs": inputs,
             "counts": tally.counts(),
@@ -351,19 +352,9 @@ def _reusable_there(options: DataOptions, inputs: dict, report: Callable[[str], 
 
 
 def _style(tokenizer: PreTrainedTokenizerBase, options: DataOptions, end_ids: Sequence[int] | None) -> Style:
-    try:
-        arguments = json.loads(options.template_kwargs or "{}")
-    except json.JSONDecodeError as error:
-        raise UserError(f'data.template_kwargs is not JSON ({error.msg}); an example: {{"a": 1}}') from error
-    if not isinstance(arguments, dict):
-        raise UserError('data.template_kwargs must be a JSON object, as in {"reasoning_effort": "low"}')
-    check_arguments(arguments)
-    if options.enable_thinking is not None:
-        if arguments.setdefault("enable_thinking", options.enable_thinking) != options.enable_thinking:
-            raise UserError("data.enable_thinking and data.template_kwargs say different things; give one of them")
     return replace(
         default_style(tokenizer, end_ids),
-        arguments=arguments,
+        arguments=template_arguments(options.enable_thinking, options.template_kwargs, "data"),
         train_on=options.train_on,
         keep_reasoning=options.reasoning == "keep",
     )

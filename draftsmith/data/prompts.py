@@ -28,6 +28,8 @@ class Prompt:
     """Of the chat template, for this row."""
     sampling: dict[str, float | int] = field(default_factory=dict)
     """Sampling options of this row, over those of the run."""
+    followups: tuple[str, ...] = ()
+    """What the user says after the target's answer, turn by turn; of suites only."""
 
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")

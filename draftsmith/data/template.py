@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,20 @@ def check_arguments(arguments: dict[str, Any]) -> None:
     """DataError for an argument that is not the template's own."""
     if wrong := [name for name in arguments if name in RESERVED]:
         raise DataError(f"template argument {wrong[0]!r} belongs to the rendering and cannot be set")
+
+
+def template_arguments(enable_thinking: bool | None, template_kwargs: str, table: str) -> dict[str, Any]:
+    """Arguments of the chat template, from the options of that `table`. UserError if they are none, or disagree."""
+    try:
+        arguments = json.loads(template_kwargs or "{}")
+    except json.JSONDecodeError as error:
+        raise UserError(f'{table}.template_kwargs is not JSON ({error.msg}); an example: {{"a": 1}}') from error
+    if not isinstance(arguments, dict):
+        raise UserError(f'{table}.template_kwargs must be a JSON object, as in {{"reasoning_effort": "low"}}')
+    check_arguments(arguments)
+    if enable_thinking is not None and arguments.setdefault("enable_thinking", enable_thinking) != enable_thinking:
+        raise UserError(f"{table}.enable_thinking and {table}.template_kwargs say different things; give one of them")
+    return arguments
 
 
 class Template:

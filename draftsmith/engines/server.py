@@ -20,18 +20,24 @@ _COUNTER = re.compile(
 _POSITION = re.compile(r'position="([0-9]+)"')
 
 
-def ask_server(url: str, request: dict) -> dict:
-    """The request of `launch.ask`, answered by the server. Raises EnvironmentFault when it cannot be."""
+def find_model(url: str) -> tuple[str, str]:
+    """The server's address without /v1, and the name of the only model it serves. UserError, EnvironmentFault."""
     if not re.match(r"https?://[^/]", url):
         raise UserError(f"url {url!r} is no http address; give the server's, for example http://localhost:8000")
     base = url.rstrip("/").removesuffix("/v1")
     models = _get(base + "/v1/models").get("data") or []
     if len(models) != 1:
         raise EnvironmentFault(f"{base} serves {len(models)} models; one, the target with its drafter, is expected")
+    return base, models[0]["id"]
+
+
+def ask_server(url: str, request: dict) -> dict:
+    """The request of `launch.ask`, answered by the server. Raises EnvironmentFault when it cannot be."""
+    base, model = find_model(url)
     before, answers = _counters(base), []
     for prompt in request["prompts"]:
         body = {
-            "model": models[0]["id"],
+            "model": model,
             "prompt": prompt,
             "max_tokens": request["max_new_tokens"],
             "temperature": 0,

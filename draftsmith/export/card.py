@@ -1,7 +1,8 @@
 """README.md of an export: the commands that work first, then figures with their counts, then where it comes from.
 
 Metadata by the Hub's rules: no `pipeline_tag` (the Hub would offer a pipeline that cannot work for a model without
-embedding and head), `library_name: speculators` only where plain `vllm serve` is right, `base_model` for Hub targets.
+embedding and head), `library_name: speculators` only where plain `vllm serve` is right, `base_model` for Hub targets,
+`datasets` for Hub sets.
 Whatever comes from outside is quoted: JSON strings in the YAML head, code fences that the text cannot close.
 """
 
@@ -60,6 +61,8 @@ def _head(layout: str, record: dict) -> str:
     lines += ["tags:", *[f"- {tag}" for tag in ("dflash", "speculative-decoding", "draft-model")]]
     if target["hub"]:
         lines.append(f"base_model: {json.dumps(target['name'])}")
+    if record.get("datasets"):
+        lines += ["datasets:", *[f"- {json.dumps(name)}" for name in record["datasets"]]]
     if record.get("license"):
         lines.append(f"license: {json.dumps(record['license'])}")
     measured = record.get("evaluation")
@@ -102,12 +105,13 @@ def _provenance(record: dict) -> str:
     rows = {
         "target": target["name"] + (f", revision {target['revision']}" if target["revision"] else ""),
         "target fingerprint": fingerprints.get("target", ""),
+        "data sets": ", ".join(record.get("datasets", [])),
         "data fingerprint": fingerprints.get("data", ""),
         "checkpoint": record["checkpoint"],
         "steps": str(record["step"]),
         "made with": ", ".join(f"{name} {version}" for name, version in record["versions"].items()),
     }
-    lines = ["| | |", "|---|---|", *[f"| {name} | {plain(str(value))} |" for name, value in rows.items()]]
+    lines = ["| | |", "|---|---|", *[f"| {name} | {plain(str(value))} |" for name, value in rows.items() if value]]
     return "\n".join(lines) + "\n\nThe recipe and the SHA-256 of every file are in `draftsmith.json`."
 
 

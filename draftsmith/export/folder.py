@@ -95,6 +95,8 @@ def _fault(record: object) -> str | None:
         return "measured holds no answers"
     if not all(isinstance(a, dict) and _are_ids(a.get("prompt")) and _are_ids(a.get("tokens")) for a in answers):
         return "an answer is not made of token ids"
+    if not all(a.get("cycles") == [] or _are_ids(a.get("cycles")) for a in answers):
+        return "an answer has no cycles"
     for note in proposals:
         if not isinstance(note, dict) or type(note.get("committed")) is not int:
             return "a proposal belongs to no text"

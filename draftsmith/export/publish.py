@@ -13,7 +13,9 @@ from torch import Tensor
 import draftsmith
 from draftsmith.checkpoint import Checkpoint
 from draftsmith.config import Recipe, flatten, to_toml
+from draftsmith.data.store import read_manifest
 from draftsmith.drafters import DFlashDrafter
+from draftsmith.errors import DataError
 from draftsmith.export import EXPORTS
 from draftsmith.export.card import is_hub_id, write_card
 from draftsmith.export.folder import check_free, write_folder
@@ -75,6 +77,7 @@ def describe(recipe: Recipe, found: Checkpoint, drafter: DFlashDrafter, license:
             "revision": recipe.target.revision,
         },
         "license": license,
+        "datasets": _hub_sets(recipe),
         "checkpoint": found.path.name,
         "step": found.step,
         "run_id": found.run_id,
@@ -92,6 +95,18 @@ def _last_part(value: object) -> object:
     if isinstance(value, list):
         return [_last_part(one) for one in value]
     return Path(value).name if isinstance(value, str) else value
+
+
+def _hub_sets(recipe: Recipe) -> list[str]:
+    """Names of the Hugging Face sets that the training sets were prepared from; files of the user's are not named."""
+    found: list[str] = []
+    mix = recipe.data.mix
+    for folder in (recipe.data.prepared, *mix, *(text.rpartition("=")[0] for text in mix)):  # FOLDER or FOLDER=WEIGHT
+        try:
+            found += ((read_manifest(Path(folder)) if folder else None) or {}).get("hub_sets", [])
+        except DataError:  # the set was moved or replaced since
+            continue
+    return sorted(set(found))
 
 
 def _training_accept(run: Path, step: int) -> float | None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 from pathlib import Path
 
 import torch
 from jaxtyping import Float, Int
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
@@ -158,10 +160,15 @@ def load_target(
     named = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     logging.disable_progress_bar()  # transformers' own; it would tear our lines
     shared = {"tp_plan": "auto", "device_mesh": mesh} if mesh is not None else {}
-    model = AutoModelForCausalLM.from_pretrained(
-        options.path, dtype=getattr(torch, dtype), attn_implementation=NAME, **named, **shared
-    ).to(device=device)
-    tokenizer = AutoTokenizer.from_pretrained(options.path, **named)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            options.path, dtype=getattr(torch, dtype), attn_implementation=NAME, **named, **shared
+        )
+        tokenizer = AutoTokenizer.from_pretrained(options.path, **named)
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"target.path {options.path!r}: its weights or tokenizer cannot be read: {reason}") from error
+    model = model.to(device=device)
     return HFTarget(model, tokenizer, layer_ids, fingerprint(model))
 
 
@@ -194,7 +201,10 @@ def end_ids(options: TargetOptions, tokenizer) -> tuple[int, ...]:
 
 def fingerprint(model: PreTrainedModel) -> str:
     """SHA-256 over the config and, for each weight tensor, its name, shape and a spread of 4,096 of its values."""
-    digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())
+    config = json.loads(model.config.to_json_string())
+    for name in ("_name_or_path", "transformers_version"):  # where it lies and who read it do not make it another one
+        config.pop(name, None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
         flat = tensor.reshape(-1)
         sample = flat[:: max(1, flat.numel() // 4096)].float().cpu().contiguous()

@@ -6,10 +6,12 @@ import io
 import json
 import math
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from draftsmith.cli import main
@@ -17,8 +19,8 @@ from draftsmith.config import Recipe
 from draftsmith.drafters.dflash import DFlashConfig
 from draftsmith.errors import EnvironmentFault, UserError
 from draftsmith.export import EXPORTS, folder
-from draftsmith.export.card import fenced, plain
-from draftsmith.export.publish import describe
+from draftsmith.export.card import fenced, plain, write_card
+from draftsmith.export.publish import _hub_sets, describe
 from draftsmith.export.serve import serve_commands, sglang_objections
 from draftsmith.export.speculators import speculators_config
 from draftsmith.export.zlab import zlab_config
@@ -257,6 +259,58 @@ def test_what_comes_from_outside_cannot_leave_its_place():
     config = zlab_config(tiny_drafter().config)
     line = next(iter(serve_commands(config, "a b'; rm -rf x", "t").values()))
     assert json.loads(shlex.split(line)[-1])["model"] == "a b'; rm -rf x", "one word for the shell"
+
+
+RECORD = {
+    "layout": "zlab",
+    "target": {"name": "org/model", "hub": True, "revision": "abc123"},
+    "license": "apache-2.0",
+    "datasets": ["org/chats", 'an"other/set'],
+    "evaluation": {"accept_length": 2.5, "accept_length_pooled": 2.4, "prompts": 12},
+    "measured": {"accept_length_pooled": 2.3, "answers": [{}] * 4},
+    "fingerprints": {"target": "t", "data": "d"},
+    "checkpoint": "step-00000600",
+    "step": 600,
+    "versions": {"draftsmith": "0"},
+}
+
+
+def parsed(tmp_path: Path, **changes) -> ModelCard:
+    """The card as the Hub's own library reads it."""
+    (tmp_path / "README.md").write_text(write_card(zlab_config(tiny_drafter().config), RECORD | changes))
+    return ModelCard.load(tmp_path / "README.md")
+
+
+def test_the_hub_reads_the_cards_metadata(tmp_path):
+    card = parsed(tmp_path)
+    data = card.data.to_dict()
+    assert data["base_model"] == "org/model" and "org/model, revision abc123" in card.text
+    assert data["datasets"] == ["org/chats", 'an"other/set'] and "org/chats, an" in card.text
+    assert data["license"] == "apache-2.0" and data["library_name"] == "draftsmith" and "pipeline_tag" not in data
+    assert {"dflash", "speculative-decoding", "draft-model"} <= set(data["tags"])
+    (result,) = card.data.eval_results
+    assert (result.metric_type, result.metric_value) == ("accept_length", 2.5) and "12 prompts" in result.metric_name
+
+
+def test_the_card_names_nothing_that_is_not_on_the_hub(tmp_path):
+    private = {"name": "my-model", "hub": False, "revision": None}
+    card = parsed(tmp_path, target=private, license="", datasets=[], evaluation=None, layout="speculators")
+    assert card.data.to_dict().keys() == {"library_name", "tags"} and card.data.library_name == "speculators"
+    assert "data sets" not in card.text
+
+
+def test_sets_of_the_hub_reach_the_record(world, run, tmp_path):
+    prepared = shutil.copytree(world / "prepared", tmp_path / "prepared")
+    assert "hub_sets" in json.loads((prepared / "manifest.json").read_text())
+    recipe = with_options(run, "data", prepared=str(prepared))
+    assert _hub_sets(recipe) == [], "conversations.jsonl is a file"
+    manifest = json.loads((prepared / "manifest.json").read_text()) | {"hub_sets": ["org/chats"]}
+    (prepared / "manifest.json").write_text(json.dumps(manifest))
+    assert _hub_sets(recipe) == ["org/chats"]
+    mix = with_options(run, "data", prepared="", mix=(f"{prepared}=2", run.data.prepared))
+    assert _hub_sets(mix) == ["org/chats"]
+    (prepared / "manifest.json").write_text("{}")
+    assert _hub_sets(recipe) == [] == _hub_sets(with_options(run, "data", prepared=str(tmp_path / "gone")))
 
 
 # And every layout

@@ -229,6 +229,7 @@ def test_a_sound_record_is_read(zlab):
             | {"proposals": [{"answer": 9, "committed": 1, "tokens": [[1]] * 2, "logits": [[1]] * 2}]}
         },
         {"measured": MEASURED | {"answers": ["x"]}},
+        {"measured": MEASURED | {"answers": [{"prompt": [1], "tokens": [2]}]}},
         {"measured": MEASURED | {"proposals": ["x"]}},
         {"measured": MEASURED | {"proposals": [{"answer": 0, "committed": 1, "tokens": [["x"]] * 2}]}},
         {"trained": {}},

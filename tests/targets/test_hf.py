@@ -289,6 +289,13 @@ def test_fingerprint_depends_on_weights_and_config():
     assert len({first, *(fingerprint(model) for model in (norm, table, config))}) == 4
 
 
+def test_fingerprint_does_not_depend_on_where_the_target_lies(world, tmp_path, monkeypatch):
+    shutil.copytree(world / "target", tmp_path / "copy")
+    monkeypatch.chdir(world)
+    places = ["target", str(world / "target"), str(tmp_path / "copy")]
+    assert len({load_target(TargetOptions(path=place), CPU).fingerprint for place in places}) == 1
+
+
 @dataclass
 class FullTokenizer:
     """Stands for a tokenizer that uses every row of the embedding, and has three added tokens to spare or not."""
