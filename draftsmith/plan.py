@@ -174,7 +174,7 @@ class Case:
         packs = self.command.optim.packs_per_step
         if links:
             depth, peers = self.command.pipeline.queue_depth, len(links) // roles.targets
-            slots = f"{depth} slots x {peers} drafters x {_size(size)}"
+            slots = f"{depth} slots x {peers} drafter{'s' * (peers > 1)} x {_size(size)}"
             yield f"buffers      {_size(depth * peers * size)} on a target's first rank: {slots}"
             yield f"             {_size(2 * size)} on a drafter: 2 landing buffers"
         if roles.drafters > 1 or packs > 1:
@@ -183,7 +183,8 @@ class Case:
         if links:
             rate = outcome.tokens_per_s / self.shape.tokens * size / len(links)
             slowest = max(self.network.send_seconds(roles, link, size) for link in links)
-            yield f"features     {_size(rate)}/s on each of {len(links)} links, {slowest * 1e3:.0f} ms a pack"
+            where = f"each of {len(links)} links" if len(links) > 1 else "the link"
+            yield f"features     {_size(rate)}/s on {where}, {slowest * 1e3:.0f} ms a pack"
         if roles.drafters > 1:
             sent = 2 * (roles.drafters - 1) / roles.drafters * self.gradient_bytes / outcome.step_seconds
             seconds = self.network.sum_seconds(roles, self.gradient_bytes)
@@ -239,12 +240,13 @@ class Case:
         if best == colocated:
             yield "Colocated has nothing to round and sends no features."
         elif colocated not in found:
-            yield "Colocated is not possible here: smaller packs (pack.tokens, pack.anchors), more of them a step?"
+            yield "Colocated is not possible, see above; smaller packs (pack.tokens, pack.anchors) need less memory."
         if split := max((name for name in found if "+" in name), key=lambda name: found[name].tokens_per_s, default=""):
             one, share = found[split], found[split].tokens_per_s / found[best].tokens_per_s
-            it = "It" if split == best else f"The best split, {split}, comes to {share:.0%}. It"
-            yield f"{it} leaves its targets {one.target_wait:.0%} of their time without work, its drafters"
-            yield f"{one.drafter_wait + one.sum_wait:.0%}."
+            if split != best:
+                yield f"The best split, {split}, comes to {share:.0%}."
+            idle = one.drafter_wait + one.sum_wait
+            yield f"Of {split}, targets have no work for {one.target_wait:.0%} of their time, drafters for {idle:.0%}."
 
 
 def splits(world: int, gpus_per_host: int, ranks: int, balance: float) -> list[int]:

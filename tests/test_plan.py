@@ -199,7 +199,7 @@ def test_memory_decides_what_is_possible(capsys):
     words = ("plan", "--target.path", "Qwen/Qwen3.5-27B", "--gpus", "8", "--optim.packs_per_step", "24")
     text = said(capsys, *words, "--layout", "split", "--pipeline.targets", "5")
     assert re.search(r"8 colocated .* needs 171 GiB of 139", text)
-    assert "best: 5 + 3." in text and "Colocated is not possible here: smaller packs" in text
+    assert "best: 5 + 3." in text and "Colocated is not possible, see above; smaller packs" in text
     assert "memory       on a drafter 127." in text
     slots = 2 * 3 * 49_152 * 5 * 5_120 * 2 / 2**30
     assert (
@@ -207,6 +207,13 @@ def test_memory_decides_what_is_possible(capsys):
     )
     halves = said(capsys, *words, "--pack.tokens", 24_576, "--pack.anchors", 3_072)
     assert "best: 8 colocated." in halves
+
+
+def test_the_documentation_shows_real_output(capsys):
+    words = ("plan", "--target.path", "Qwen/Qwen3-8B", "--gpus", "8", "--optim.packs_per_step", "8")
+    text = said(capsys, *words, "--layout", "split", "--pipeline.targets", "3")
+    page = (RESULTS.parents[1] / "docs" / "planning.md").read_text()
+    assert "\n".join(f"    {line}" if line else "" for line in text.splitlines()) in page
 
 
 def test_options_that_no_figure_covers_are_named(capsys):
@@ -254,6 +261,11 @@ def test_mistakes(mistake, words, message):  # noqa: F811
 def test_figures_that_cannot_be_used(mistake, tmp_path, content, message):  # noqa: F811
     (tmp_path / "figures.json").write_text(content)
     assert message in mistake.one_line(*EIGHT, "--figures", tmp_path / "figures.json")
+
+
+def test_a_config_that_is_no_json(mistake, tmp_path):  # noqa: F811
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json is not valid JSON" in mistake.one_line("plan", "--gpus", 1, "--target.path", tmp_path)
 
 
 @pytest.mark.parametrize(

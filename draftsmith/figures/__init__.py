@@ -67,7 +67,10 @@ class Figures:
         """A target's config.json: of a folder, or of a known target."""
         file = Path(path) / "config.json"
         if path and file.is_file():
-            return json.loads(file.read_text())
+            try:
+                return json.loads(file.read_text())
+            except ValueError as error:
+                raise UserError(f"{file} is not valid JSON: {error}") from error
         if path not in self.targets:
             raise UserError(
                 f"target.path is {path!r}: no folder with a config.json, and not one of {', '.join(self.targets)}; "
