@@ -215,11 +215,11 @@ class PipelineOptions:
     """Processes of this host, one for each GPU. None: all visible GPUs, 1 on a CPU. Not inside torchrun, which has
     started them already."""
     targets: int | None = None
-    """Layout split: target replicas. None: what the drafters leave."""
+    """Layout split: target processes. None: what the drafters leave."""
     drafters: int | None = None
     """Layout split: drafter processes. None: what the targets leave."""
     target_ranks: int = 1
-    """Layout split: processes that share one target replica's weights (tensor parallel)."""
+    """Layout split: target processes that share one copy of the target's weights, where it does not fit one GPU."""
     queue_depth: int = 2
     """Layout split: packs that may be on their way from a target to a drafter."""
     canonical: bool = False

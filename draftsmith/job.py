@@ -187,8 +187,8 @@ def receive_target(recipe: Recipe, ranks: Ranks) -> tuple[RemoteTarget, Float[Te
     head = table if facts["tied"] else torch.empty_like(table)
     size = torch.empty(len(layer_ids) * config.hidden_size, device=ranks.device)
     target = min(target for target, _ in ranks.links)
-    leader = ranks.roles.target_ranks_of(target)[0]
-    receive_tensors(ranks, leader, [table, size] if facts["tied"] else [table, size, head])
+    peer = ranks.roles.target_rank(target)
+    receive_tensors(ranks, peer, [table, size] if facts["tied"] else [table, size, head])
     remote = RemoteTarget(
         config=config,
         tokenizer=tokenizer,

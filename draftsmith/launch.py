@@ -47,7 +47,7 @@ def number_of_processes(recipe: Recipe) -> int:
         raise UserError(f"pipeline.processes is {options.processes}, but this host has {gpus} GPUs; one process each")
     wanted = options.processes
     if wanted is None and recipe.layout == "split" and options.targets and options.drafters:
-        wanted = options.targets * options.target_ranks + options.drafters
+        wanted = options.targets + options.drafters
     world = wanted or gpus or 1
     if wanted is None and recipe.layout != "split":
         world = min(world, recipe.optim.packs_per_step)  # more GPUs than packs of a step would idle

@@ -61,8 +61,8 @@ class Ranks:
     _drafters: Any = None
     cell: Any = None
     """The group in which features travel; see `roles`."""
-    replica: Any = None
-    """The ranks that share this target replica's weights."""
+    sharers: Any = None
+    """The group of target ranks that share one copy of the weights with this one."""
 
     @property
     def is_first(self) -> bool:
@@ -83,15 +83,13 @@ class Ranks:
 
     @property
     def links(self) -> list[tuple[int, int]]:
-        """(target, drafter) pairs that this rank has messages with: all of its drafter, or of the target it leads."""
-        leads = self.target is not None and self.rank == self.roles.target_ranks_of(self.target)[0]
-        mine = (self.target if leads else None, self.drafter)
-        return [link for link in self.roles.links() if link[0] == mine[0] or link[1] == mine[1]]
+        """(target, drafter) pairs that this rank is one end of."""
+        return [link for link in self.roles.links() if link[0] == self.target or link[1] == self.drafter]
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The replica's ranks, as transformers wants them."""
-        return None if self.replica is None else DeviceMesh.from_group(self.replica, self.device.type)
+        """The ranks that share this target's weights."""
+        return None if self.sharers is None else DeviceMesh.from_group(self.sharers, self.device.type)
 
     def agree_to_stop(self, wanted: bool) -> bool:
         """Whether any drafter rank wants to stop; among several, as of the step before, so that nobody waits."""
@@ -147,6 +145,24 @@ class Ranks:
             self.put(name, json.dumps(value))
             return value
         return json.loads(self.get(name))
+
+    @contextmanager
+    def in_turn(self, name: str) -> Iterator[None]:
+        """The first process of each role on a host before the others: it fills caches that they then find on disk.
+
+        Targets that share weights cannot take turns, since they run in step.
+        """
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.roles.world))
+        host = self.rank // local
+        here = range(host * local, min(self.roles.world, (host + 1) * local))
+        peers = [rank for rank in here if (self.roles.target_of(rank) is None) == (self.target is None)]
+        alone = self.store is None or self.sharers is not None or len(peers) == 1
+        with self.pulse("compile"):
+            if not alone and self.rank != peers[0]:
+                self.get(f"{name}/{peers[0]}")
+            yield
+            if not alone and self.rank == peers[0]:
+                self.put(f"{name}/{peers[0]}", "done")
 
     def count(self, name: str) -> int:
         """How often this process has counted this name before."""
@@ -316,8 +332,8 @@ def _make_groups(ranks: Ranks) -> None:
             members, timeout=COLLECTIVE_TIMEOUT, backend=backend, use_local_synchronization=True
         )
     if ranks.target is not None and roles.target_ranks > 1:
-        ranks.replica = dist.new_group(
-            list(roles.target_ranks_of(ranks.target)), timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True
+        ranks.sharers = dist.new_group(
+            roles.sharers(ranks.target), timeout=COLLECTIVE_TIMEOUT, backend=backend, use_local_synchronization=True
         )
     if roles.drafters > 1:
         members = [roles.drafter_rank(d) for d in range(roles.drafters)]

@@ -131,7 +131,7 @@ class Report:
         assert isinstance(job.source, Receiver)
         job.source.ask_to_evaluate(0)
         weights = [w.detach() for w in job.drafter.parameters()]
-        send_tensors(ranks, ranks.roles.target_ranks_of(0)[0], weights)
+        send_tensors(ranks, ranks.roles.target_rank(0), weights)
         return json.loads(ranks.get(f"evaluation/{ranks.count('evaluations')}"))
 
     def _record(self, sums: dict, progress: Progress, lr: float) -> dict:

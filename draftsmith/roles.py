@@ -1,7 +1,8 @@
 """Who does what: ranks, roles, and which rank computes which pack of a step. Numbers only; nothing here communicates.
 
 In the `split` layout the ranks form *cells*, as many as the greatest common divisor of targets and drafters, so that
-4 + 4 is four independent pairs, and 3 + 5 on each of 64 hosts is 64 cells of one host each. A cell's ranks follow each
+4 + 4 is four independent pairs, and 3 + 5 on each of 64 hosts is 64 cells of one host each. Targets that share one copy
+of the weights are in one cell. A cell's ranks follow each
 other, drafters first, so a cell stays on a host and rank 0, which writes the run's files, is a drafter:
 
     2 targets, 2 drafters          cell 0: drafter 0, target 0     cell 1: drafter 1, target 1
@@ -46,18 +47,18 @@ class Roles:
 
     drafters: int = 1
     targets: int = 0
-    """Target replicas of their own; 0: every drafter rank runs the target itself (or reads features from disk)."""
+    """Target ranks; 0: every drafter rank runs the target itself (or reads features from disk)."""
     target_ranks: int = 1
-    """Ranks that share one replica's weights."""
+    """Target ranks that share one copy of the weights."""
     canonical: bool = False
 
     @property
     def world(self) -> int:
-        return self.drafters + self.targets * self.target_ranks
+        return self.drafters + self.targets
 
     @property
     def cells(self) -> int:
-        return gcd(self.drafters, self.targets) or 1
+        return gcd(self.drafters, self.targets // self.target_ranks) if self.targets else 1
 
     @property
     def _cell_shape(self) -> tuple[int, int]:
@@ -68,11 +69,15 @@ class Roles:
         inside, cell = divmod(drafter, self.cells)
         return cell * (self.world // self.cells) + inside
 
-    def target_ranks_of(self, target: int) -> tuple[int, ...]:
-        """The ranks of a replica; the first is its leader."""
+    def target_rank(self, target: int) -> int:
         inside, cell = divmod(target, self.cells)
-        first = cell * (self.world // self.cells) + self._cell_shape[0] + inside * self.target_ranks
-        return tuple(range(first, first + self.target_ranks))
+        return cell * (self.world // self.cells) + self._cell_shape[0] + inside
+
+    def sharers(self, target: int) -> list[int]:
+        """The target ranks that share the weights of this one, itself included."""
+        inside = (self.target_rank(target) % (self.world // self.cells) - self._cell_shape[0]) % self.target_ranks
+        first = self.target_rank(target) - inside
+        return list(range(first, first + self.target_ranks))
 
     def drafter_of(self, rank: int) -> int | None:
         """The drafter number of a rank, or None if it is a target's."""
@@ -80,18 +85,17 @@ class Roles:
         return inside * self.cells + cell if inside < self._cell_shape[0] else None
 
     def target_of(self, rank: int) -> int | None:
-        """The replica a rank belongs to, or None if it is a drafter."""
+        """The target number of a rank, or None if it is a drafter."""
         cell, inside = divmod(rank, self.world // self.cells)
         inside -= self._cell_shape[0]
-        return inside // self.target_ranks * self.cells + cell if inside >= 0 else None
+        return inside * self.cells + cell if inside >= 0 else None
 
     def name(self, rank: int) -> str:
         """How messages call a rank."""
         target = self.target_of(rank)
         if target is None:
             return f"rank {rank} (drafter {self.drafter_of(rank)})" if self.targets else f"rank {rank}"
-        part = f", part {self.target_ranks_of(target).index(rank)}" if self.target_ranks > 1 else ""
-        return f"rank {rank} (target {target}{part})"
+        return f"rank {rank} (target {target})"
 
     def links(self) -> list[tuple[int, int]]:
         """(target, drafter) pairs between which features travel."""
@@ -170,14 +174,17 @@ def _split(world: int, drafters: int | None, targets: int | None, target_ranks: 
     if targets is None and drafters is None:
         raise UserError('layout = "split" needs pipeline.targets and pipeline.drafters (one of them may be left out)')
     if targets is None:
-        targets = max(0, world - (drafters or 0)) // target_ranks
+        targets = max(0, world - (drafters or 0))
     if drafters is None:
-        drafters = world - targets * target_ranks
+        drafters = world - targets
+    if targets % target_ranks:
+        raise UserError(
+            f"pipeline.target_ranks is {target_ranks}, but there are {targets} target processes; give a multiple of it"
+        )
     roles = Roles(drafters=max(0, drafters), targets=targets, target_ranks=target_ranks, canonical=canonical)
     if roles.world != world or roles.drafters < 1 or roles.targets < 1:
-        each = f" of {target_ranks} ranks" if target_ranks > 1 else ""
         raise UserError(
-            f"layout split with {roles.targets} targets{each} and {roles.drafters} drafters makes {roles.world} "
+            f"layout split with {roles.targets} targets and {roles.drafters} drafters makes {roles.world} "
             f"processes, but there are {world}; change pipeline.targets and pipeline.drafters, or the number of "
             "processes"
         )

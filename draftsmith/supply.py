@@ -1,7 +1,7 @@
 """The loop of a target rank in the split layout: packs in, features out, until the schedule or the drafters end.
 
-Ranks that share a replica's weights all run this loop; their leader alone talks to drafters. Target 0 also decodes the
-held-out prompts when rank 0 asks, with the drafter's weights of that moment.
+Target 0 also decodes the held-out prompts when rank 0 asks, with the drafter's weights of that moment. Targets that
+share one copy of the weights run in step: each block's weights are gathered by all of them together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from draftsmith.anchors import BlockShape
 from draftsmith.config import Recipe
-from draftsmith.data.loader import PackBuilder, pack_stream
+from draftsmith.data.loader import PackBuilder, PackOrder, pack_stream
 from draftsmith.drafters import DRAFTERS
 from draftsmith.errors import Interrupted
 from draftsmith.evaluate import Case, evaluate, is_due
@@ -31,9 +31,12 @@ from draftsmith.targets.hf import choose_mask_token
 from draftsmith.telemetry import Console
 from draftsmith.types import Pack
 
+EVALUATE, KEEP_STEP = "evaluate", "keep step"
+
 
 def supply(recipe: Recipe, ranks: Ranks, console: Console) -> None:
     """Capture and send until everything is sent. Raises Interrupted when the drafters stop before that."""
+    assert ranks.target is not None
     with ranks.pulse("setup"):
         inputs = read_inputs(recipe, ranks)
         schedule = inputs.plan.schedule
@@ -45,14 +48,20 @@ def supply(recipe: Recipe, ranks: Ranks, console: Console) -> None:
         if ranks.device.type == "cuda" and recipe.compile != "off":
             target.compile_layers()
         first_step = int(json.loads(ranks.get("step")))
-        evaluates = ranks.target == 0 and bool(inputs.prompts) and first_step < schedule.num_steps
+        evaluates = ranks.roles.target_rank(0) in ranks.roles.sharers(ranks.target) and first_step < schedule.num_steps
         cases = make_all_cases(recipe, target, inputs.prompts, console) if evaluates else []
         senders = make_senders(recipe, ranks, target)
-    order = [d for d in ranks.roles.deliveries(schedule, first_step) if d.target == ranks.target]
-    packs = pack_stream(builder, schedule, ((d.epoch, d.index) for d in order), recipe.data.workers)
+        order = PackOrder(epoch=0, index=0, samples=schedule.packs(0)[0])
+        spare = (builder[order].to(ranks.device), torch.empty_like(senders[min(senders)].slots[0]))
+        if ranks.device.type == "cuda" and recipe.compile != "off":
+            with ranks.in_turn("compile"):
+                target.capture(*spare)
+    agenda = make_agenda(recipe, ranks, schedule, first_step)
+    places = [(item.epoch, item.index) for item in agenda if isinstance(item, Delivery)]
+    packs = pack_stream(builder, schedule, places, recipe.data.workers)
     with StopRequest() as stop:
         try:
-            told = _stream(recipe, ranks, target, schedule, cases, senders, order, packs, stop, first_step)
+            told = _stream(recipe, ranks, target, cases, senders, agenda, packs, spare, stop)
         except Exception as error:
             for sender in senders.values():
                 sender.close(ERROR, f"{type(error).__name__}: {error}")
@@ -70,17 +79,15 @@ def _stream(
     recipe: Recipe,
     ranks: Ranks,
     target: HFTarget,
-    schedule: Schedule,
     cases: list[Case],
     senders: dict[int, Sender],
-    order: list[Delivery],
+    agenda: list[Delivery | str],
     packs: Generator[Pack, None, None],
+    spare: tuple[Pack, torch.Tensor],
     stop: StopRequest,
-    first_step: int,
 ) -> bool:
     """Everything in order; True when a drafter said to stop."""
     idle, ready = Idle(ranks.device.type == "cuda"), None
-    evaluated = first_step  # evaluations after steps up to this one are over
 
     def announce() -> None:
         nonlocal ready
@@ -92,29 +99,24 @@ def _stream(
             sender.send(slot, delivery, number, (int(idle.waited * 1e6), int(idle.busy * 1e6), int(bool(stop.name))))
             ready = None
 
-    if (
-        cases
-        and first_step == 0
-        and recipe.evaluation.at_start
-        and not _evaluate(recipe, ranks, target, cases, senders)
-    ):
-        return True
-    for delivery in [*order, None]:
-        until = schedule.num_steps if delivery is None else delivery.step
-        while cases and evaluated < until:
-            evaluated += 1
-            if is_due(evaluated, recipe.evaluation.every, schedule.num_steps):
-                announce()
-                if not _evaluate(recipe, ranks, target, cases, senders):
-                    return True
-        if delivery is None:
-            break
-        ranks.pulse.step = delivery.step
-        sender = senders.get(delivery.drafter)
-        if sender is not None and not sender.has_slot:
+    for item in agenda:
+        if item == EVALUATE:
+            announce()
+            if cases and not _evaluate(recipe, ranks, target, cases, senders):
+                return True
+            continue
+        if item == KEEP_STEP:
+            if _any_stopped(ranks, False):
+                return True
+            target.capture(*spare)
+            continue
+        assert isinstance(item, Delivery)
+        ranks.pulse.step = item.step
+        sender = senders[item.drafter]
+        if not sender.has_slot:
             announce()  # the drafter may be waiting for it
-        slot = _take(ranks, sender, recipe, target)
-        if slot is None:
+        slot = sender.take()
+        if _any_stopped(ranks, slot is None) or slot is None:
             return True
         with ranks.pulse("load"):
             pack = next(packs)
@@ -125,15 +127,44 @@ def _stream(
             target.capture(pack, slot)
             idle.end()
         announce()  # the pack before this one, so that the host is one capture ahead of the device
-        if sender is not None:
-            event = torch.cuda.Event() if ranks.device.type == "cuda" else None
-            if event:
-                event.record()
-            ready = (sender, slot, delivery, number, event)
-            if event is None:
-                announce()
+        event = torch.cuda.Event() if ranks.device.type == "cuda" else None
+        if event:
+            event.record()
+        ready = (sender, slot, item, number, event)
+        if event is None:
+            announce()
     announce()
     return False
+
+
+def make_agenda(recipe: Recipe, ranks: Ranks, schedule: Schedule, first_step: int) -> list[Delivery | str]:
+    """What this target does: its packs in order, evaluations, and captures for nothing.
+
+    Targets that share weights run in step, so between two evaluations those with fewer packs capture some for nothing.
+    """
+    assert ranks.target is not None
+    due: list[int] = []
+    if recipe.evaluation.prompts:
+        steps = range(first_step + 1, schedule.num_steps + 1)
+        due = [step for step in steps if is_due(step, recipe.evaluation.every, schedule.num_steps)]
+        due = [0, *due] if recipe.evaluation.at_start and first_step == 0 < schedule.num_steps else due
+    agendas: dict[int, list[Delivery | str]] = {r: [] for r in ranks.roles.sharers(ranks.target)}
+
+    def evaluate_after(step: float) -> None:
+        while due and due[0] <= step:
+            due.pop(0)
+            longest = max(map(len, agendas.values()))
+            for agenda in agendas.values():
+                agenda += [KEEP_STEP] * (longest - len(agenda)) + [EVALUATE]
+
+    for delivery in ranks.roles.deliveries(schedule, first_step):
+        evaluate_after(delivery.step)
+        rank = ranks.roles.target_rank(delivery.target)
+        if rank in agendas:
+            agendas[rank].append(delivery)
+    evaluate_after(schedule.num_steps)
+    longest = max(map(len, agendas.values()))
+    return agendas[ranks.rank] + [KEEP_STEP] * (longest - len(agendas[ranks.rank]))
 
 
 def introduce_target(recipe: Recipe, ranks: Ranks, target: HFTarget, builder: PackBuilder, schedule: Schedule) -> None:
@@ -155,35 +186,37 @@ def introduce_target(recipe: Recipe, ranks: Ranks, target: HFTarget, builder: Pa
 
 
 def make_senders(recipe: Recipe, ranks: Ranks, target: HFTarget) -> dict[int, Sender]:
-    """One for each drafter of this cell; none on ranks that do not lead their replica."""
+    """One for each drafter of this cell."""
     shape = (recipe.pack.tokens, len(target.layer_ids) * target.config.hidden_size)
     depth = recipe.pipeline.queue_depth
     return {d: Sender(ranks, t, d, shape, target.head.dtype, depth) for t, d in sorted(ranks.links)}
 
 
-def _take(ranks: Ranks, sender: Sender | None, recipe: Recipe, target: HFTarget) -> torch.Tensor | None:
-    """A slot to capture into; the leader tells the other ranks of its replica whether there is one."""
-    slot = sender.take() if sender is not None else None
-    if ranks.replica is not None:
-        going = torch.tensor([int(slot is not None)])
-        _tell_replica(ranks, going)
-        if going.item() and slot is None:
-            shape = (recipe.pack.tokens, len(target.layer_ids) * target.config.hidden_size)
-            slot = torch.empty(shape, dtype=target.head.dtype, device=ranks.device)
-    return slot
-
-
-def _tell_replica(ranks: Ranks, message: torch.Tensor) -> None:
-    assert ranks.target is not None
+def _any_stopped(ranks: Ranks, stopped: bool) -> bool:
+    """Targets that share weights run in step, so they stop together."""
+    if ranks.sharers is None:
+        return stopped
+    flag = torch.tensor([int(stopped)])
     with contact(ranks), ranks.pulse("wait"):
-        dist.broadcast(message, src=ranks.roles.target_ranks_of(ranks.target)[0], group=ranks.replica)
+        dist.all_reduce(flag, group=ranks.sharers)
+    return bool(flag.item())
+
+
+def _from_first(ranks: Ranks, message: torch.Tensor) -> None:
+    """A message of target 0 to those that share its weights."""
+    if ranks.sharers is not None:
+        with contact(ranks), ranks.pulse("wait"):
+            dist.broadcast(message, src=ranks.roles.target_rank(0), group=ranks.sharers)
 
 
 def _evaluate(recipe: Recipe, ranks: Ranks, target: HFTarget, cases: list[Case], senders: dict[int, Sender]) -> bool:
-    """Decode with the weights that rank 0 sends, and send the figures back; False if it stops instead."""
-    asked = torch.tensor([int(bool(senders) and senders[0].asked_to_evaluate())])
-    if ranks.replica is not None:
-        _tell_replica(ranks, asked)
+    """Decode with the weights that rank 0 sends, and send the figures back; False if it stops instead.
+
+    Targets that share weights with target 0 decode the same, since they run in step.
+    """
+    first = ranks.target == 0
+    asked = torch.tensor([int(first and senders[0].asked_to_evaluate())])
+    _from_first(ranks, asked)
     if not asked.item():
         return False
     drafter_class, build_config = DRAFTERS[recipe.drafter.kind]
@@ -191,14 +224,12 @@ def _evaluate(recipe: Recipe, ranks: Ranks, target: HFTarget, cases: list[Case],
     config = build_config(replace(recipe.drafter, mask_token_id=mask), target.config, target.layer_ids)
     drafter = drafter_class(config).to(device=ranks.device, dtype=target.head.dtype).eval()
     weights = [w.detach() for w in drafter.parameters()]
-    if senders:
+    if first:
         receive_tensors(ranks, ranks.roles.drafter_rank(0), weights)
-    if ranks.replica is not None:
-        for weight in weights:
-            _tell_replica(ranks, weight)
+    for weight in weights:
+        _from_first(ranks, weight)
     with ranks.pulse("evaluate"):
         found = evaluate(target, drafter, cases, recipe.evaluation, recipe.seed)
-    if senders:
-        number = ranks.count("evaluations")
-        ranks.put(f"evaluation/{number}", json.dumps(found.summary()))
+    if first:
+        ranks.put(f"evaluation/{ranks.count('evaluations')}", json.dumps(found.summary()))
     return True

@@ -21,7 +21,7 @@ from torch import Tensor
 from draftsmith.acceptance import block_metrics
 from draftsmith.compile import allow_compiling
 from draftsmith.config import Recipe
-from draftsmith.data.loader import pack_stream
+from draftsmith.data.loader import PackOrder, pack_stream
 from draftsmith.drafters.dflash import config_json
 from draftsmith.errors import Interrupted, UserError
 from draftsmith.evaluate import is_due
@@ -81,6 +81,9 @@ def take_part(recipe: Recipe) -> AbstractContextManager[Ranks]:
 def _train(recipe: Recipe, ranks: Ranks, console: Console) -> dict | None:
     with ranks.pulse("setup"):
         job = build_job(recipe, ranks, console)
+    if job.compiled and ranks.roles.world > 1:
+        with ranks.in_turn("compile"):
+            _warm_up(job)
     progress = Progress(**job.progress)
     with StopRequest() as stop:
         places = ((d.epoch, d.index) for d in job.deliveries)
@@ -98,6 +101,19 @@ def _train(recipe: Recipe, ranks: Ranks, console: Console) -> dict | None:
             if board:
                 board.close()
     return _results(job, progress)
+
+
+def _warm_up(job: Job) -> None:
+    """Compile what a step compiles, on features of zeros, and forget the gradients."""
+    place = next(job.schedule.places())
+    samples = job.schedule.packs(place[0])[place[1]]
+    pack = job.builder[PackOrder(epoch=place[0], index=place[1], samples=samples)].to(job.device)
+    if not job.ranks.roles.targets and job.recipe.layout == "colocated":
+        job.target.capture(pack)
+    width = len(job.target.layer_ids) * job.target.config.hidden_size
+    context = torch.zeros(pack.tokens.shape[0], width, dtype=job.drafter.dtype, device=job.device)
+    features_loss(job, pack, Features(context=context)).total.backward()
+    job.optimizer.zero_grad()
 
 
 def _loop(job: Job, progress: Progress, packs: Iterator[Pack], stop: StopRequest, report: Report) -> None:
@@ -200,9 +216,15 @@ def _end_early(job: Job, progress: Progress, stop: StopRequest) -> None:
 
 def pack_loss(job: Job, pack: Pack, *, topk: int = 0) -> Loss:
     """The loss of one pack: features from the target, the drafter's blocks, the target's head."""
-    pulse, features = job.ranks.pulse, job.source(pack)
+    features = job.source(pack)
+    features = Features(context=add_noise(features.context.to(job.drafter.dtype), job, pack))
+    return features_loss(job, pack, features, topk=topk)
+
+
+def features_loss(job: Job, pack: Pack, features: Features, *, topk: int = 0) -> Loss:
+    """The loss of a pack's blocks, given its features."""
+    pulse = job.ranks.pulse
     with pulse("forward"):
-        features = Features(context=add_noise(features.context.to(job.drafter.dtype), job, pack))
         embedded = job.target.embed(pack.blocks.tokens).to(job.drafter.dtype)
         draft = job.drafter(features, pack.position, embedded, pack.blocks)
     with pulse("loss"):

@@ -195,3 +195,11 @@ def test_a_mixture_is_the_same_in_another_layout(world, tmp_path):
     assert_same_bits(*found)
     samples = [name for line in found[0]["ledger"].splitlines() for name in json.loads(line)["samples"]]
     assert len(samples) > len(set(samples))
+
+
+@pytest.mark.parametrize(("targets", "drafters"), [(2, 1), (4, 2)])
+def test_targets_that_share_one_copy_of_the_weights(world, tmp_path, alone, targets, drafters):
+    recipe = short(world, tmp_path, "split", targets=targets, target_ranks=2, drafters=drafters)
+    ended = run_ranks(recipe, targets + drafters)
+    assert {e.code for e in ended} == {0}, [e.output for e in ended]
+    assert_equal(outcome(recipe), alone)

@@ -1,6 +1,6 @@
 """Features from target ranks to drafter ranks: fixed buffers, announced before they are sent, credit for each slot.
 
-A link joins one target (its leader) and one drafter; the ranks of a cell have a process group for it, apart from the
+A link joins one target and one drafter; the ranks of a cell have a process group for it, apart from the
 drafters' gradients. Both ends know the schedule, so they agree on the order of packs. For each pack the target takes
 a free slot, captures into it, announces the pack (a small message on the host) and sends it, GPU to GPU. The drafter
 posts the receive only after the announcement, since a posted receive occupies the GPU until it is answered, and gives
@@ -163,7 +163,7 @@ class Receiver:
     def __init__(self, ranks: Ranks, order: Iterator[Delivery], shape: tuple[int, int], dtype: torch.dtype) -> None:
         """`order`: this drafter's packs, in its order."""
         self.ranks, self._order = ranks, order
-        self.peers = {target: ranks.roles.target_ranks_of(target)[0] for target, _ in ranks.links}
+        self.peers = {target: ranks.roles.target_rank(target) for target, _ in ranks.links}
         self.idle = Idle(ranks.device.type == "cuda")
         self.notes: dict[int, tuple[int, int]] = {}
         """Microseconds that each target has waited and been busy."""

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -151,7 +152,8 @@ def load_target(
 ) -> HFTarget:
     """Load and freeze the target that the options name. Raises UserError for what cannot be a target.
 
-    The processes of `mesh`, if there is one, share the weights (tensor parallel, by the model's own plan).
+    The processes of `mesh`, if there is one, share the weights: each keeps a part of every block and gets the rest when
+    the block runs (FSDP2), so they must run in step. Embedding and head are whole on each.
     """
     layer_ids = tap_ids(options, read_config(options), num_draft_layers)
     dtype = options.dtype
@@ -159,17 +161,28 @@ def load_target(
         dtype = "bfloat16" if device.type == "cuda" else "float32"
     named = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     logging.disable_progress_bar()  # transformers' own; it would tear our lines
-    shared = {"tp_plan": "auto", "device_mesh": mesh} if mesh is not None else {}
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            options.path, dtype=getattr(torch, dtype), attn_implementation=NAME, **named, **shared
+            options.path, dtype=getattr(torch, dtype), attn_implementation=NAME, **named
         )
         tokenizer = AutoTokenizer.from_pretrained(options.path, **named)
     except (OSError, ValueError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"target.path {options.path!r}: its weights or tokenizer cannot be read: {reason}") from error
-    model = model.to(device=device)
-    return HFTarget(model, tokenizer, layer_ids, fingerprint(model))
+    if mesh is None:
+        model = model.to(device=device)
+        return HFTarget(model, tokenizer, layer_ids, fingerprint(model))
+    whole = fingerprint(model)
+    _share(model, mesh, device)
+    return HFTarget(model, tokenizer, layer_ids, whole)
+
+
+def _share(model: PreTrainedModel, mesh: DeviceMesh, device: torch.device) -> None:
+    """Block by block, so that no more than one whole block is on the device."""
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        fully_shard(layer.to(device), mesh=mesh)
+    model.to(device)
 
 
 def tap_ids(options: TargetOptions, config: PretrainedConfig, num_draft_layers: int) -> tuple[int, ...]:
