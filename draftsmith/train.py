@@ -81,7 +81,7 @@ def take_part(recipe: Recipe) -> AbstractContextManager[Ranks]:
 def _train(recipe: Recipe, ranks: Ranks, console: Console) -> dict | None:
     with ranks.pulse("setup"):
         job = build_job(recipe, ranks, console)
-    if job.compiled and ranks.roles.world > 1:
+    if job.speed.marker and ranks.roles.world > 1:
         with ranks.in_turn("compile"):
             _warm_up(job)
     progress = Progress(**job.progress)
