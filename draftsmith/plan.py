@@ -33,7 +33,7 @@ def number_of_gpus(command: PlanCommand) -> int:
     options = command.pipeline
     wanted = command.gpus if command.gpus is not None else options.processes
     if wanted is None and command.layout == "split" and options.targets and options.drafters:
-        wanted = options.targets * options.target_ranks + options.drafters
+        wanted = options.targets + options.drafters
     if wanted is None:
         from draftsmith.launch import number_of_processes  # it imports torch, which takes seconds
 
@@ -60,7 +60,8 @@ def describe_roles(roles: Roles, gpus_per_host: int) -> Iterator[str]:
         alike = f", all like ranks 0 to {size - 1}" if roles.cells > 1 else ""
         yield f"cells        {roles.cells} of {size} ranks{alike}; each is a process group, for features"
         if roles.target_ranks > 1:
-            yield f"replicas     {roles.targets} of {roles.target_ranks} ranks; each is a process group"
+            copies = roles.targets // roles.target_ranks
+            yield f"weights      {copies} copies of the target, each shared by {roles.target_ranks} target ranks"
     if roles.drafters > 1:
         yield f"sums         a process group of {roles.drafters} drafters: {_listed('rank', drafters)}"
 
@@ -94,15 +95,10 @@ class Case:
             options = replace(options, target_ranks=1 if layout == "colocated" else options.target_ranks)
         return roles_of(replace(self.command, layout=layout, pipeline=options), world)
 
-    def target_seconds(self, ranks: int) -> float:
-        """Capturing a pack with a replica of so many ranks, which sum their parts twice in every block."""
-        passed = 2 * (ranks - 1) / ranks * self.shape.tokens * self.shape.size("hidden_size") * self.shape.width
-        return self.seconds["target"][0] / ranks + 2 * (max(self.shape.taps) + 1) * passed / self.network.sums
-
     def outcome(self, roles: Roles) -> Outcome:
         if roles not in self.outcomes:
             costs = Costs(
-                target=self.target_seconds(roles.target_ranks),
+                target=self.seconds["target"][0],  # sharing weights costs nothing: a block's are gathered meanwhile
                 drafter=self.seconds["drafter"][0],
                 optimizer=self.seconds["optimizer"][0],
                 feature_bytes=self.shape.feature_bytes,
@@ -200,12 +196,12 @@ class Case:
     def comparison(self, world: int) -> Iterator[str]:
         """The layouts of so many GPUs, and why the best of them is."""
         ranks = self.command.pipeline.target_ranks
-        target, drafter = self.target_seconds(ranks) * ranks, self.seconds["drafter"][0]
+        target, drafter = self.seconds["target"][0], self.seconds["drafter"][0]
         balance = target / (target + drafter)
         alone = "offline" if self.command.layout == "offline" else "colocated"
         layouts: dict[str, tuple] = {f"{world} {alone}": (alone,)}
         for targets in splits(world, self.command.gpus_per_host, ranks, balance) if alone == "colocated" else ():
-            layouts[f"{targets} + {world - targets * ranks}"] = ("split", targets)
+            layouts[f"{targets} + {world - targets}"] = ("split", targets)
         found: dict[str, Outcome] = {}
         yield "targets +                targets    drafters wait for      share of the"
         yield "drafters        tokens/s    wait   features  each other    slower stage"
@@ -253,7 +249,7 @@ def splits(world: int, gpus_per_host: int, ranks: int, balance: float) -> list[i
     """Numbers of targets to compare. On several whole hosts every host is split alike, so features stay inside."""
     hosts = world // gpus_per_host if world % gpus_per_host == 0 else 1
     size = world // hosts
-    near = sorted(range(1, (size - 1) // ranks + 1), key=lambda targets: abs(targets * ranks - balance * size))
+    near = sorted(range(ranks, size, ranks), key=lambda targets: abs(targets - balance * size))
     return sorted(hosts * targets for targets in near[:SPLITS])
 
 

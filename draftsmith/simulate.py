@@ -36,7 +36,7 @@ PACKS = 12_000
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Seconds and bytes of one pack on one GPU (the target's: on one replica), and of an optimizer step."""
+    """Seconds and bytes of one pack on one GPU, and of an optimizer step."""
 
     target: float
     drafter: float
@@ -66,7 +66,7 @@ class Network:
     gpus_per_host: int = 8
 
     def send_seconds(self, roles: Roles, link: tuple[int, int], size: float | int) -> float:
-        ends = roles.target_ranks_of(link[0])[0], roles.drafter_rank(link[1])
+        ends = roles.target_rank(link[0]), roles.drafter_rank(link[1])
         if ends[0] // self.gpus_per_host == ends[1] // self.gpus_per_host:
             return self.latency_within + size / self.within
         return self.latency_between + size / self.between

@@ -151,7 +151,7 @@ def test_hosts_are_split_alike(capsys):
     assert "64 on 8 hosts" in text and "8 of 8 ranks, all like ranks 0 to 7" in text
     assert "ranks 0 to 4: drafters 0, 8, 16, 24, 32" in text
     assert list(speeds(text))[1:] == [f"{8 * t} + {64 - 8 * t}" for t in range(1, 8)]
-    assert splits(64, 8, 2, 0.9) == [8, 16, 24]
+    assert splits(64, 8, 2, 0.9) == [16, 32, 48]
     assert splits(20, 8, 1, 0.5) == [7, 8, 9, 10, 11, 12, 13]
 
 
@@ -161,10 +161,10 @@ def test_uneven_packs_are_named(capsys):
 
 
 def test_replicas_of_several_ranks(capsys):
-    words = ("--layout", "split", "--pipeline.targets", "3", "--pipeline.target_ranks", "2")
+    words = ("--layout", "split", "--pipeline.targets", "6", "--pipeline.target_ranks", "2")
     text = said(capsys, *EIGHT, *words)
-    assert "replicas     3 of 2 ranks" in text and "ranks 2 to 7: targets 0 to 2" in text
-    assert list(speeds(text)) == ["8 colocated", "1 + 6", "2 + 4", "3 + 2"]
+    assert "3 copies of the target, each shared by 2 target ranks" in text and "ranks 2 to 7: targets 0 to 5" in text
+    assert list(speeds(text)) == ["8 colocated", "2 + 6", "4 + 4", "6 + 2"]
 
 
 def test_features_on_disk(capsys):

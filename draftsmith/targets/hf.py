@@ -182,7 +182,7 @@ def _share(model: PreTrainedModel, mesh: DeviceMesh, device: torch.device) -> No
     model.requires_grad_(False)
     for layer in model.model.layers:
         fully_shard(layer.to(device), mesh=mesh)
-    model.to(device)
+    model.to(device=device)
 
 
 def tap_ids(options: TargetOptions, config: PretrainedConfig, num_draft_layers: int) -> tuple[int, ...]:
