@@ -6,6 +6,7 @@ A table with open addresses: 24 bytes a place, half of the places free, where a 
 from __future__ import annotations
 
 import hashlib
+from array import array
 
 import numpy as np
 
@@ -15,12 +16,12 @@ FIRST = 1 << 12
 
 
 class Seen:
-    """Ids met so far; `new` are the entries since it was last emptied, for the journal."""
+    """Ids met so far; `new` are the numbers of the entries since it was last emptied, for the journal."""
 
     def __init__(self) -> None:
         self._places = np.zeros(FIRST, ENTRY)
         self._filled = 0
-        self.new: list[tuple[int, int, int]] = []
+        self.new = array("Q")
 
     def __len__(self) -> int:
         return self._filled
@@ -33,8 +34,14 @@ class Seen:
             return int(self._places["digest"][place]).to_bytes(8, "little"), row_before
         entry = (key, int.from_bytes(digest[:8], "little"), row)
         self._put(place, entry)
-        self.new.append(entry)
+        self.new.extend(entry)
         return None
+
+    def take_new(self) -> bytes:
+        """The new entries as bytes of `ENTRY`s; they are then no longer new."""
+        content = self.new.tobytes()
+        self.new = array("Q")
+        return content
 
     def load(self, entries: np.ndarray) -> None:
         """Entries of an earlier process."""

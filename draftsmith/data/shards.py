@@ -31,6 +31,8 @@ BATCH = 256
 """Samples of one Arrow record batch."""
 SHARD_BYTES = 128 << 20
 """A file is closed when its columns hold so much, and another one begun. A kill loses at most one."""
+SHARD_SAMPLES = 65_536
+"""Or when it has so many samples, if they are short."""
 
 COLUMNS = pa.schema(
     {
@@ -74,7 +76,7 @@ class Build:
         if len(self._pending) >= BATCH:
             self._flush()
             assert self._file is not None
-            if self._file.content >= SHARD_BYTES:
+            if self._file.content >= SHARD_BYTES or self._file.samples >= SHARD_SAMPLES:
                 self._close()
 
     def finish(self) -> list[Shard]:
@@ -130,7 +132,7 @@ class Build:
         shard, self._file = self._file.close(), None
         tally = self.tally
         number = f"{len(self.shards):05}"
-        seen = np.array(tally.seen.new, ENTRY).tobytes()
+        seen = tally.seen.take_new()
         write_whole(self._journal / f"{number}.seen", seen)
         entry = {
             "shard": list(shard),
@@ -141,21 +143,22 @@ class Build:
         }
         write_json(self._journal / f"{number}.json", entry)
         self.shards.append(shard)
-        self._bad_noted, self._held_out_noted, tally.seen.new = len(tally.bad), len(tally.held_out), []
+        self._bad_noted, self._held_out_noted = len(tally.bad), len(tally.held_out)
 
 
 class _ShardFile:
     """An Arrow file that appears under its name once it is complete and on the disk."""
 
     def __init__(self, path: Path) -> None:
-        self.content = 0
-        """Bytes of the columns so far."""
+        self.content, self.samples = 0, 0
+        """Bytes of the columns, and rows, so far."""
         self._path, self._part = path, path.with_suffix(".part")
         self._stream = pa.ipc.new_stream(str(self._part), COLUMNS)
 
     def write(self, parts: list[Part]) -> None:
         batch = _record_batch(parts)
         self.content += batch.nbytes
+        self.samples += len(parts)
         self._stream.write_batch(batch)
 
     def close(self) -> Shard:
