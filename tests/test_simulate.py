@@ -260,18 +260,31 @@ def test_the_same_moments_as_processes_that_wait_for_each_other(seed):
 
 def predicted(row: dict) -> Outcome:
     """The layout of a row of `pipeline-DEVICE.json`, from the seconds that its stages took."""
-    numbers = [int(word) for word in re.findall(r"\d+", row["layout"])]
-    colocated = "colocated" in row["layout"]
-    roles = Roles(drafters=(numbers or [1])[0]) if colocated else split(*numbers)
+    counts = re.match(r"(\d+) *(?:\+ *(\d+))?", row["layout"])
+    assert counts, f"layout {row['layout']!r} is not like '2 colocated' or '1+1'"
+    canonical, (first, drafters) = "canonical" in row["layout"], counts.groups()
+    if drafters is None:
+        roles = Roles(drafters=int(first), canonical=canonical)
+    else:
+        roles = Roles(targets=int(first), drafters=int(drafters), canonical=canonical)
     costs = Costs(
         target=row["target_seconds"],
         drafter=row["drafter_seconds"],  # its share of the optimizer's step included
         feature_bytes=row.get("feature_bytes", 49_152 * 5 * 4_096 * 2),
         gradient_bytes=row.get("gradient_bytes", 4 * 1_048_626_433),
-        tokens=row.get("tokens", 49_152),
+        tokens=round(row.get("tokens", 49_152) * (1 - row.get("padding", 0))),
     )
     network = Network(within=363e9, sums=335e9)
     return simulate(roles, costs, network, packs_per_step=row.get("packs_per_step", roles.drafters))
+
+
+def test_rows_of_layouts_are_understood():
+    row = {"target_seconds": 1.0, "drafter_seconds": 2.0, "packs_per_step": 2, "tokens": 100, "padding": 0.5}
+    seconds = {"1": 6, "2 colocated": 3, "1+1": 4, "2 colocated, canonical": 3, "1, two packs a step": 6}
+    for layout, expected in seconds.items():
+        found = predicted(row | {"layout": layout})
+        assert found.step_seconds == pytest.approx(expected, rel=0.03)
+        assert found.tokens_per_s == pytest.approx(100 / found.step_seconds)
 
 
 def test_one_colocated_gpu_as_measured():
@@ -296,8 +309,9 @@ def test_layouts_as_measured():
     for row in rows:
         found = predicted(row)
         assert found.tokens_per_s == pytest.approx(row["tokens_per_s"], rel=0.1), row["layout"]
-        assert found.share_of_slower_stage == pytest.approx(row["share_of_slower_stage"], rel=0.1), row["layout"]
+        if "share_of_slower_stage" in row:
+            assert found.share_of_slower_stage == pytest.approx(row["share_of_slower_stage"], rel=0.1), row["layout"]
+        modelled = {"target": found.target_wait, "drafter": found.drafter_wait}
         waits = row["wait_share"] if isinstance(row["wait_share"], dict) else {found.slower: row["wait_share"]}
-        for side, share in waits.items():
-            expected = {"target": found.target_wait, "drafter": found.drafter_wait}.get(side, found.sum_wait)
-            assert expected == pytest.approx(share, abs=0.1), (row["layout"], side)
+        for side in modelled.keys() & waits.keys():
+            assert modelled[side] == pytest.approx(waits[side], abs=0.1), (row["layout"], side)
