@@ -110,7 +110,7 @@ class Case:
         return self.outcomes[roles]
 
     def memory(self, roles: Roles) -> dict[str, dict[str, int]]:
-        """Bytes by part, on a drafter and on the first rank of a target."""
+        """Bytes by part, on a drafter and on a target."""
         command, shape, (query, kv, dim, ffn) = self.command, self.shape, self.shape.drafter_sizes
         both, hidden, target_ffn = not roles.targets, shape.size("hidden_size"), shape.size("intermediate_size")
         sizes = Sizes(
@@ -142,7 +142,7 @@ class Case:
         if roles.targets:
             parts["drafter"]["features"] *= 2  # landing buffers
             slots = command.pipeline.queue_depth * roles.drafters // roles.cells
-            parts["target's first rank"] = {
+            parts["target"] = {
                 "target": (shape.tables + shape.target_block_weights) * shape.width // roles.target_ranks,
                 "slots": slots * shape.feature_bytes,
                 "capture": shape.tokens * (2 * hidden + 3 * target_ffn) * shape.width,
@@ -171,7 +171,7 @@ class Case:
         if links:
             depth, peers = self.command.pipeline.queue_depth, len(links) // roles.targets
             slots = f"{depth} slots x {peers} drafter{'s' * (peers > 1)} x {_size(size)}"
-            yield f"buffers      {_size(depth * peers * size)} on a target's first rank: {slots}"
+            yield f"buffers      {_size(depth * peers * size)} on a target: {slots}"
             yield f"             {_size(2 * size)} on a drafter: 2 landing buffers"
         if roles.drafters > 1 or packs > 1:
             numbers = f"{self.shape.drafter_weights:,} gradients in fp32"
