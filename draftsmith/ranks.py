@@ -7,6 +7,7 @@ the others end quietly, because their broken connections are only a consequence.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import json
 import os
@@ -36,6 +37,7 @@ from draftsmith.roles import Roles
 JOIN_SECONDS = 300.0
 """A rank that has not said hello by then is named, and the others end."""
 LEAVE_SECONDS = 3.0
+PR_SET_PDEATHSIG = 1
 COLLECTIVE_TIMEOUT = timedelta(hours=24)
 """Long: one rank may evaluate or save while the others wait, and whoever hangs is found by the watchdog."""
 
@@ -229,6 +231,7 @@ def join(roles: Roles, device: torch.device, facts: dict[str, str], *, hang_seco
     rank = int(os.environ["RANK"])
     ranks = Ranks(roles=roles, rank=rank, device=device, pulse=Pulse(hang_seconds))
     folder: Path | None = None
+    _end_with_launcher()
     try:
         _meet(ranks, facts)
         folder = _start_watchdog(ranks)
@@ -280,6 +283,12 @@ def _meet(ranks: Ranks, facts: dict[str, str]) -> None:
         raise LostContact(f"{ranks.name} waited {JOIN_SECONDS:.0f} s for rank 0 in vain") from error
     if verdict:
         raise UserError(verdict)
+
+
+def _end_with_launcher() -> None:
+    """When the launcher dies this process is asked to end, and saves; the watchdog sees to it that it does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _verdict(store: dist.Store, ranks: Ranks, facts: dict[str, str], world: int) -> str:

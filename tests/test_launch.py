@@ -1,0 +1,149 @@
+"""`draftsmith train` that starts its own processes: to the end, after deaths, and when somebody wants it to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from draftsmith.config import Recipe, to_toml
+from tests.conftest import with_options
+from tests.test_pipeline import assert_equal, outcome, short
+
+LONG = 4_000  # steps that no test waits for
+
+
+def start(recipe: Recipe, *flags: str) -> tuple[subprocess.Popen, Path]:
+    file = Path(recipe.run).with_suffix(".toml")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(to_toml(recipe))
+    log = file.with_suffix(".log")
+    words = [sys.executable, "-m", "draftsmith", "train", str(file), *flags]
+    with open(log, "w") as output:
+        return subprocess.Popen(words, stdout=output, stderr=output, env=os.environ | {"OMP_NUM_THREADS": "1"}), log
+
+
+def long(world: Path, folder: Path, **pipeline) -> Recipe:
+    recipe = short(world, folder, "split", processes=2, targets=1, drafters=1, **pipeline)
+    recipe = with_options(recipe, "optim", steps=LONG)
+    recipe = with_options(recipe, "evaluation", prompts="", at_start=False)
+    return with_options(recipe, "checkpoint", every=50)
+
+
+def until(condition, seconds: float = 90.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.1)
+
+
+def steps_of(recipe: Recipe) -> int:
+    file = Path(recipe.run) / "ledger.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Process ids of a launcher's ranks, in order."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            values = dict(part.split(b"=", 1) for part in path.read_bytes().split(b"\0") if b"=" in part)
+            parent = int((path.parent / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):
+            continue
+        if parent == launcher and b"RANK" in values:
+            found[int(values[b"RANK"])] = int(path.parent.name)
+    return [found[rank] for rank in sorted(found)]
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text() for pid in pids)
+
+
+@pytest.fixture(scope="module")
+def alone(world, tmp_path_factory) -> dict:
+    recipe = short(world, tmp_path_factory.mktemp("alone"))
+    process, log = start(recipe)
+    assert process.wait(120) == 0, log.read_text()
+    return outcome(recipe)
+
+
+def test_to_the_end(world, tmp_path, alone):
+    recipe = short(world, tmp_path, processes=2)
+    process, log = start(recipe)
+    assert process.wait(120) == 0, log.read_text()
+    assert_equal(outcome(recipe), alone)
+    assert log.read_text().count("run folder:") == 1
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named_and_the_run_continues(world, tmp_path):
+    recipe = long(world, tmp_path, max_restarts=1)
+    process, log = start(recipe)
+    until(lambda: steps_of(recipe) > 60)
+    first = ranks_of(process.pid)
+    os.kill(first[1], signal.SIGKILL)
+    until(lambda: "continuing" in log.read_text())
+    until(lambda: steps_of(recipe) > 120)
+    assert "rank 1 was killed by SIGKILL; starting again from the last checkpoint (1 of 1)" in log.read_text()
+    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+    assert process.wait(60) == 3
+    assert (
+        "rank 1 was killed by SIGKILL; the last checkpoint is intact, continue with" in log.read_text().splitlines()[-1]
+    )
+    lines = (Path(recipe.run) / "ledger.jsonl").read_text().splitlines()
+    assert [f'"step":{number}' + "}" in line for number, line in enumerate(lines, 1)] == [True] * len(lines)
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_launcher_saves(world, tmp_path):
+    recipe = long(world, tmp_path)
+    process, log = start(recipe)
+    until(lambda: steps_of(recipe) > 5)
+    process.terminate()
+    assert process.wait(60) == 75, log.read_text()
+    assert "saved; continue with: draftsmith train" in log.read_text()
+    assert outcome_step(recipe) == steps_of(recipe)
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_leaves_no_orphans(world, tmp_path):
+    recipe = long(world, tmp_path)
+    process, _ = start(recipe)
+    until(lambda: steps_of(recipe) > 5)
+    pids = ranks_of(process.pid)
+    assert len(pids) == 2
+    process.kill()
+    process.wait()
+    until(lambda: gone(pids), 12.0)
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named(world, tmp_path):
+    recipe = long(world, tmp_path)
+    process, log = start(recipe)
+    until(lambda: steps_of(recipe) > 5)
+    os.kill(ranks_of(process.pid)[1], signal.SIGSTOP)
+    begun = time.monotonic()
+    assert process.wait(60) == 3
+    assert time.monotonic() - begun < 60
+    text = log.read_text()
+    assert "rank 1 (target 0) hangs in section" in text and "it has been stopped (SIGSTOP)" in text
+
+
+def test_what_a_rank_refuses_is_said_once(world, tmp_path):
+    recipe = short(world, tmp_path, processes=2)
+    recipe = replace(recipe, target=replace(recipe.target, layer_ids=(0, 9)))
+    process, log = start(recipe)
+    assert process.wait(120) == 2
+    assert log.read_text().count("draftsmith:") == 1 and "target.layer_ids [0, 9]" in log.read_text()
+
+
+def outcome_step(recipe: Recipe) -> int:
+    return max(int(path.name.removeprefix("step-")) for path in (Path(recipe.run) / "checkpoints").glob("step-*"))
