@@ -232,10 +232,15 @@ def check_recipe(recipe: Recipe) -> None:
         "evaluation.limit": recipe.evaluation.limit,
         "evaluation.max_new_tokens": recipe.evaluation.max_new_tokens,
         "drafter.num_layers": recipe.drafter.num_layers,
+        "pipeline.queue_depth": recipe.pipeline.queue_depth,
+        "pipeline.hang_seconds": recipe.pipeline.hang_seconds,
     }
     for name, value in positive.items():
         if value <= 0:
             raise UserError(f"{name} is {value}; it must be greater than 0")
+    for name in ("max_restarts", "trace"):
+        if (value := getattr(recipe.pipeline, name)) < 0:
+            raise UserError(f"pipeline.{name} is {value}; it must be 0 or more")
     if recipe.checkpoint.keep < 2:
         raise UserError(f"checkpoint.keep is {recipe.checkpoint.keep}; at least 2 are kept, so that one can be damaged")
     if optim.steps is not None and optim.steps <= 0:

@@ -46,6 +46,8 @@ class Pulse:
     _name: bytes = b""
     _device_events: bool = False
     _section: str = "between"
+    _base: tuple | None = None
+    """While tracing a GPU: an event, and the host's time when the stream got to it."""
 
     def beat_into(self, path: Path, name: str) -> None:
         """From now on, write heartbeats to `path`, under this rank's name."""
@@ -58,6 +60,25 @@ class Pulse:
     def record(self, *, device_events: bool) -> None:
         """Keep spans from now on; on a GPU also when its stream got to their ends."""
         self.trace, self._device_events = [], device_events
+        if device_events:
+            import torch
+
+            torch.cuda.synchronize()
+            self._base = self._mark(), time.monotonic()
+
+    def spans(self) -> list[tuple[str, int, str, float, float]]:
+        """What was kept, as (section, step, "host" or "device", begin, end) in monotonic seconds; nothing more is."""
+        kept, self.trace = self.trace or [], None
+        found = [(section, step, "host", begin, end) for section, step, begin, end, _ in kept]
+        if self._base is not None:
+            import torch
+
+            torch.cuda.synchronize()
+            base, at = self._base
+            for section, step, _, _, marks in kept:
+                begin, end = (at + base.elapsed_time(mark) / 1000 for mark in marks)
+                found.append((section, step, "device", begin, end))
+        return found
 
     @contextmanager
     def __call__(self, section: str) -> Iterator[None]:
@@ -71,8 +92,8 @@ class Pulse:
             self._times[section] = self._times.get(section, 0) + 1
             if self._times[section] > FIRST:
                 self._longest[section] = max(self._longest.get(section, 0.0), end - begin)
-            if self.trace is not None:
-                self.trace.append((section, self.step, begin, end, (events, self._mark()) if events else None))
+            if self.trace is not None and (events is not None or not self._device_events):
+                self.trace.append((section, self.step, begin, end, (events, self._mark())))
             self._beat(outer, end)
 
     def take(self) -> dict[str, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Generator
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from draftsmith.speed import prepare_target
 from draftsmith.targets import TARGETS, HFTarget
 from draftsmith.targets.hf import choose_mask_token
 from draftsmith.telemetry import Console
+from draftsmith.trace import Trace
 from draftsmith.types import Pack
 
 EVALUATE, KEEP_STEP = "evaluate", "keep step"
@@ -61,7 +63,8 @@ def supply(recipe: Recipe, ranks: Ranks, console: Console) -> None:
     packs = pack_stream(builder, schedule, places, recipe.data.workers)
     with StopRequest() as stop:
         try:
-            told = _stream(recipe, ranks, target, cases, senders, agenda, packs, spare, stop)
+            trace = Trace(ranks, recipe.pipeline.trace, first_step, Path(recipe.run))
+            told = _stream(recipe, ranks, target, cases, senders, agenda, packs, spare, stop, trace)
         except Exception as error:
             for sender in senders.values():
                 sender.close(ERROR, f"{type(error).__name__}: {error}")
@@ -70,6 +73,7 @@ def supply(recipe: Recipe, ranks: Ranks, console: Console) -> None:
             packs.close()
         for sender in senders.values():
             sender.close(END)
+        trace.finish()
     if told:
         ranks.wait_for_all("stopped")
         raise Interrupted("stopped, saved")
@@ -85,6 +89,7 @@ def _stream(
     packs: Generator[Pack, None, None],
     spare: tuple[Pack, torch.Tensor],
     stop: StopRequest,
+    trace: Trace,
 ) -> bool:
     """Everything in order; True when a drafter said to stop."""
     idle, ready = Idle(ranks.device.type == "cuda"), None
@@ -111,6 +116,7 @@ def _stream(
             target.capture(*spare)
             continue
         assert isinstance(item, Delivery)
+        trace.at(item.step)
         ranks.pulse.step = item.step
         sender = senders[item.drafter]
         if not sender.has_slot:

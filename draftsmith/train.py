@@ -40,6 +40,7 @@ from draftsmith.signals import StopRequest
 from draftsmith.speed import check_speed
 from draftsmith.supply import supply
 from draftsmith.telemetry import Console, Silent, TensorBoard
+from draftsmith.trace import Trace
 from draftsmith.types import Blocks, Draft, Features, Loss, Pack
 
 WARM_UP_STEPS = 3  # after these, shapes have all been seen and a new compilation is a fault
@@ -124,7 +125,9 @@ def _loop(job: Job, progress: Progress, packs: Iterator[Pack], stop: StopRequest
         progress.before = report.evaluation(progress)
 
     warm = progress.step + WARM_UP_STEPS
+    trace = Trace(ranks, recipe.pipeline.trace, progress.step, Path(recipe.run))
     while progress.step < schedule.num_steps:
+        trace.at(progress.step)
         step, pulse.step = progress.step + 1, progress.step + 1
         evaluate_now = bool(recipe.evaluation.prompts) and is_due(step, recipe.evaluation.every, schedule.num_steps)
         save_now = evaluate_now or is_due(step, recipe.checkpoint.every, schedule.num_steps)
@@ -154,6 +157,7 @@ def _loop(job: Job, progress: Progress, packs: Iterator[Pack], stop: StopRequest
             _end_early(job, progress, stop)
     if isinstance(job.source, Receiver):
         job.source.stop()
+    trace.finish()
 
 
 def _step(

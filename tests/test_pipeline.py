@@ -15,6 +15,7 @@ from draftsmith.config import Recipe
 from tests.children import Fault
 from tests.conftest import make_recipe, with_options
 from tests.ranks import run_ranks
+from tests.test_resume import start_again
 
 STEPS = 6
 
@@ -203,3 +204,25 @@ def test_targets_that_share_one_copy_of_the_weights(world, tmp_path, alone, targ
     ended = run_ranks(recipe, targets + drafters)
     assert {e.code for e in ended} == {0}, [e.output for e in ended]
     assert_equal(outcome(recipe), alone)
+
+
+@pytest.mark.parametrize(("layout", "number"), [("colocated", 1), ("split", 3)])
+def test_a_trace_of_all_ranks(world, tmp_path, alone, layout, number):
+    given = {"targets": 1, "drafters": 2} if layout == "split" else {}
+    recipe = short(world, tmp_path, layout, trace=2, **given)
+    ended = run_ranks(recipe, number) if number > 1 else [start_again(recipe)]
+    assert {e.code for e in ended} == {0}, [e.output for e in ended]
+    assert_equal(outcome(recipe), alone)
+    events = json.loads((Path(recipe.run) / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in spans} == set(range(number))
+    names = {"load", "capture", "forward", "loss", "backward", "step"}
+    names |= {"send", "receive", "reduce"} if layout == "split" else {"reduce"}  # several packs a step are summed
+    assert names <= {event["name"] for event in spans}
+    assert {event["args"]["step"] for event in spans if event["name"] == "forward"} == {4, 5}
+    begun = [event["ts"] for event in spans]
+    assert max(begun) - min(begun) < 60e6 and all(event["dur"] >= 0 for event in spans)
+    titles = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert titles == (
+        {"rank 0 (drafter 0)", "rank 1 (drafter 1)", "rank 2 (target 0)"} if layout == "split" else {"rank 0"}
+    )
