@@ -304,14 +304,15 @@ def test_one_colocated_gpu_as_measured():
 def test_layouts_as_measured():
     files = sorted(RESULTS.glob("pipeline-*.json"))
     rows = [row for file in files for row in json.loads(file.read_text())["rows"] if "target_seconds" in row]
-    if not rows:
-        pytest.skip("not measured yet")
+    assert {row["layout"] for row in rows} >= {"1", "2 colocated", "1+1"}
     for row in rows:
         found = predicted(row)
         assert found.tokens_per_s == pytest.approx(row["tokens_per_s"], rel=0.1), row["layout"]
         if "share_of_slower_stage" in row:
             assert found.share_of_slower_stage == pytest.approx(row["share_of_slower_stage"], rel=0.1), row["layout"]
-        modelled = {"target": found.target_wait, "drafter": found.drafter_wait}
-        waits = row["wait_share"] if isinstance(row["wait_share"], dict) else {found.slower: row["wait_share"]}
-        for side in modelled.keys() & waits.keys():
-            assert modelled[side] == pytest.approx(waits[side], abs=0.1), (row["layout"], side)
+        # Only the slower side's wait: a send that its receiver does not answer yet occupies part of the faster side's
+        # GPU, and captures take longer instead of waiting (docs/log.md).
+        waits = row["wait_share"]
+        if "target" in waits:
+            modelled = {"targets": found.target_wait, "drafters": found.drafter_wait}[found.slower + "s"]
+            assert modelled == pytest.approx(waits[found.slower], abs=0.02), row["layout"]
