@@ -130,7 +130,7 @@ def _assemble(
 ) -> Job:
     """What depends on the run's state: features on disk, the drafter's weights, the optimizer."""
     device, schedule, last = ranks.device, inputs.plan.schedule, run.last if run else None
-    step = int(ranks.share("step", run.step if run else 0))
+    step = int(ranks.share(run.step if run else 0, with_targets=True))
     mine = (d for d in ranks.roles.deliveries(schedule, step) if d.drafter == ranks.drafter)
     ahead, deliveries = tee(mine)
     speed = apply_speed(recipe, device, target, drafter, console.say, drafters=ranks.roles.drafters)
@@ -172,7 +172,7 @@ def _assemble(
         channel_size=size,
         speed=speed,
         cases=make_all_cases(recipe, target, inputs.prompts, console) if decodes else [],
-        progress=dict(ranks.share("progress", last.facts["progress"] if last else {})),
+        progress=dict(ranks.share(last.facts["progress"] if last else {})),
     )
 
 
@@ -181,13 +181,13 @@ def receive_target(recipe: Recipe, ranks: Ranks) -> tuple[RemoteTarget, Float[Te
     config, tokenizer = read_config(recipe.target), load_tokenizer(recipe.target)
     layer_ids = tap_ids(recipe.target, config, recipe.drafter.num_layers)
     assert ranks.store is not None and ranks.drafter is not None
-    facts = json.loads(ranks.get("target"))
+    target = min(target for target, _ in ranks.links)
+    peer = ranks.roles.target_rank(target)
+    facts = json.loads(ranks.hear(peer))
     dtype = getattr(torch, facts["dtype"])
     table = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=ranks.device)
     head = table if facts["tied"] else torch.empty_like(table)
     size = torch.empty(len(layer_ids) * config.hidden_size, device=ranks.device)
-    target = min(target for target, _ in ranks.links)
-    peer = ranks.roles.target_rank(target)
     receive_tensors(ranks, peer, [table, size] if facts["tied"] else [table, size, head])
     remote = RemoteTarget(
         config=config,

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -38,6 +38,8 @@ JOIN_SECONDS = 300.0
 """A rank that has not said hello by then is named, and the others end."""
 LEAVE_SECONDS = 3.0
 PR_SET_PDEATHSIG = 1
+TEXT = 4
+"""Tag of texts between ranks."""
 COLLECTIVE_TIMEOUT = timedelta(hours=24)
 """Long: one rank may evaluate or save while the others wait, and whoever hangs is found by the watchdog."""
 
@@ -59,7 +61,6 @@ class Ranks:
     store: dist.Store | None = None
     _pending: dist.Work | None = None
     _flag: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int32))
-    _counts: dict[str, int] = field(default_factory=dict)
     _drafters: Any = None
     cell: Any = None
     """The group in which features travel; see `roles`."""
@@ -139,14 +140,32 @@ class Ranks:
                     if there is not tensor:
                         tensor.copy_(there)
 
-    def share(self, name: str, value: Any = None) -> Any:
-        """A JSON value that rank 0 gives and every drafter rank receives; `name` must be new each time."""
+    def share(self, value: Any = None, *, with_targets: bool = False) -> Any:
+        """A JSON value that rank 0 gives and every drafter rank receives; every target rank too, if so said by all."""
         if self.store is None:
             return value
-        if self.is_first:
-            self.put(name, json.dumps(value))
-            return value
-        return json.loads(self.get(name))
+        if not self.is_first:
+            return json.loads(self.hear(0))
+        others = range(1, self.roles.world)
+        self.tell(json.dumps(value), [r for r in others if with_targets or self.roles.drafter_of(r) is not None])
+        return value
+
+    def tell(self, text: str, peers: Sequence[int]) -> None:
+        """A text to other ranks, each of which must `hear` it. Not by the store, which outlives a rank that dies."""
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        with contact(self):
+            for peer in peers:
+                dist.send(torch.tensor([len(data)]), peer, tag=TEXT)
+                dist.send(data, peer, tag=TEXT)
+
+    def hear(self, peer: int) -> str:
+        """The next text of another rank, waited for."""
+        size = torch.zeros(1, dtype=torch.int64)
+        with contact(self):
+            dist.recv(size, peer, tag=TEXT)
+            data = torch.zeros(int(size), dtype=torch.uint8)
+            dist.recv(data, peer, tag=TEXT)
+        return bytes(data.tolist()).decode()
 
     @contextmanager
     def in_turn(self, name: str) -> Iterator[None]:
@@ -166,44 +185,30 @@ class Ranks:
             if not alone and self.rank == peers[0]:
                 self.put(f"{name}/{peers[0]}", "done")
 
-    def count(self, name: str) -> int:
-        """How often this process has counted this name before."""
-        number = self._counts.get(name, 0)
-        self._counts[name] = number + 1
-        return number
-
     def put(self, name: str, text: str) -> None:
-        """Leave a text for other ranks."""
+        """Leave a text in the store for other ranks; nobody waits for it to be read."""
         assert self.store is not None
         with contact(self):
             self.store.set(f"share/{name}", text)
-
-    def get(self, name: str) -> str:
-        """The text that another rank leaves under this name, waited for."""
-        return self._get(f"share/{name}")
 
     def wait_for_all(self, name: str) -> None:
         """Every rank gets here before any goes on."""
         if self.store is None:
             return
         with self.pulse("join"):
-            self._arrive(f"here/{name}")
-            self._get(f"here/{name}/all")
-            # Rank 0 may hold the store: it leaves when the others need it no more.
-            self._arrive(f"seen/{name}")
-            if self.is_first:
-                self._get(f"seen/{name}/all")
+            with contact(self):
+                dist.all_reduce(torch.zeros(1))  # which breaks when a rank has died
+                seen = self.store.add(f"seen/{name}", 1)
+                # Rank 0 may hold the store: it leaves when the others need it no more.
+                until = time.monotonic() + LEAVE_SECONDS
+                while self.is_first and seen < self.roles.world and time.monotonic() < until:
+                    time.sleep(0.01)
+                    seen = self.store.add(f"seen/{name}", 0)
 
-    def _arrive(self, key: str) -> None:
+    def get(self, name: str) -> str:
+        """The text that another rank leaves in the store, waited for; end quietly if a rank reports an error."""
         assert self.store is not None
-        with contact(self):
-            if self.store.add(key, 1) == self.roles.world:
-                self.store.set(f"{key}/all", "1")
-
-    def _get(self, key: str) -> str:
-        """Wait for a key of the store; end quietly if another rank reports an error meanwhile."""
-        assert self.store is not None
-        pause = 0.001
+        key, pause = f"share/{name}", 0.001
         with contact(self):
             while not self.store.check([key]):
                 if self.store.check(["fault"]):

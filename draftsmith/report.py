@@ -132,7 +132,7 @@ class Report:
         job.source.ask_to_evaluate(0)
         weights = [w.detach() for w in job.drafter.parameters()]
         send_tensors(ranks, ranks.roles.target_rank(0), weights)
-        return json.loads(ranks.get(f"evaluation/{ranks.count('evaluations')}"))
+        return json.loads(ranks.hear(ranks.roles.target_rank(0)))
 
     def _record(self, sums: dict, progress: Progress, lr: float) -> dict:
         """One line of metrics, over the steps since the last one and over all ranks."""

@@ -49,7 +49,7 @@ def supply(recipe: Recipe, ranks: Ranks, console: Console) -> None:
         introduce_target(recipe, ranks, target, builder, schedule)
         if ranks.device.type == "cuda" and recipe.compile != "off":
             target.compile_layers()
-        first_step = int(json.loads(ranks.get("step")))
+        first_step = int(ranks.share(with_targets=True))
         evaluates = ranks.roles.target_rank(0) in ranks.roles.sharers(ranks.target) and first_step < schedule.num_steps
         cases = make_all_cases(recipe, target, inputs.prompts, console) if evaluates else []
         senders = make_senders(recipe, ranks, target)
@@ -124,12 +124,12 @@ def _stream(
         slot = sender.take()
         if _any_stopped(ranks, slot is None) or slot is None:
             return True
+        idle.begin()  # a slow loader of this rank is no wait for a drafter
         with ranks.pulse("load"):
             pack = next(packs)
             number = pack_number(pack)
             pack = pack.to(ranks.device)
         with ranks.pulse("capture"):
-            idle.begin()
             target.capture(pack, slot)
             idle.end()
         announce()  # the pack before this one, so that the host is one capture ahead of the device
@@ -183,10 +183,9 @@ def introduce_target(recipe: Recipe, ranks: Ranks, target: HFTarget, builder: Pa
         "eos_ids": sorted(target.eos_ids),
     }
     size = channel_size(recipe, None, target, target.capture, builder, schedule, ranks.device)
-    if ranks.target == 0 and ranks.links:
-        ranks.put("target", json.dumps(facts))
     for number, drafter in ranks.links:
         if number == min(t for t, d in ranks.roles.links() if d == drafter):
+            ranks.tell(json.dumps(facts), [ranks.roles.drafter_rank(drafter)])
             tensors = [table.detach(), size, *([] if facts["tied"] else [head.detach()])]
             send_tensors(ranks, ranks.roles.drafter_rank(drafter), tensors)
 
@@ -237,5 +236,5 @@ def _evaluate(recipe: Recipe, ranks: Ranks, target: HFTarget, cases: list[Case],
     with ranks.pulse("evaluate"):
         found = evaluate(target, drafter, cases, recipe.evaluation, recipe.seed)
     if first:
-        ranks.put(f"evaluation/{ranks.count('evaluations')}", json.dumps(found.summary()))
+        ranks.tell(json.dumps(found.summary()), [ranks.roles.drafter_rank(0)])
     return True
