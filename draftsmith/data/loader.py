@@ -8,6 +8,7 @@ labels, weights, intervals. All of it is a function of the samples, the seed and
 from __future__ import annotations
 
 import signal
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from draftsmith.anchors import BlockShape, build_blocks, draw_anchors, legal_anc
 from draftsmith.config import PackOptions
 from draftsmith.data.dataset import PreparedDataset
 from draftsmith.data.mixture import TrainingSet
-from draftsmith.errors import DataError, UserError
+from draftsmith.errors import DataError, EnvironmentFault, UserError
 from draftsmith.packing import Mix, Schedule, count_anchors
 from draftsmith.types import Pack, Sample
 
@@ -166,22 +167,51 @@ def pack_stream(
     """The packs at these (epoch, index) places of the schedule, in order, built ahead by `workers` processes.
 
     Close it to end them: they do not heed SIGINT and SIGTERM, which schedulers and terminals send to all processes of
-    a run, while only the main one can save.
+    a run, while only the main one can save. Raises EnvironmentFault, within seconds, when one of them has died.
     """
+    ahead: deque[PackOrder] = deque()  # asked for, and not yet there
 
     def orders() -> Iterator[PackOrder]:
         for epoch, index in places:
-            yield PackOrder(epoch=epoch, index=index, samples=schedule.packs(epoch)[index])
+            ahead.append(PackOrder(epoch=epoch, index=index, samples=schedule.packs(epoch)[index]))
+            yield ahead[-1]
 
+    before = signal.getsignal(signal.SIGCHLD)
     packs = iter(
         DataLoader(
             builder, batch_size=None, sampler=_Orders(orders), num_workers=workers, worker_init_fn=_leave_signals_alone
         )
     )
+    # torch's handler raises a worker's death wherever the main process is, and there it would pass for a fault of
+    # that place (of a collective, say). Without it, the wait for the next pack finds it out.
+    signal.signal(signal.SIGCHLD, before)
     try:
-        yield from packs
+        while True:
+            try:
+                pack = next(packs)
+            except StopIteration:
+                return
+            except (RuntimeError, ConnectionError, EOFError) as error:
+                waiting = "exited unexpectedly" in str(error)  # for a pack; otherwise a finished one died with it
+                if workers and (waiting or not isinstance(error, RuntimeError)):
+                    others = 0 if workers == 1 and waiting else len(ahead) - 1
+                    raise EnvironmentFault(_death(builder, ahead[0], others)) from error
+                raise
+            ahead.popleft()
+            yield pack
     finally:
         del packs
+
+
+def _death(builder: PackBuilder, order: PackOrder, others: int) -> str:
+    names = [builder.dataset.id(visit % len(builder.dataset)) for visit in order.samples.tolist()]
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    after = f" or one of the {others} packs after it" if others else ""
+    return (
+        f"a loader process died while it built pack {order.index} of epoch {order.epoch} (samples {shown}){after}: it "
+        "was killed or crashed. If the kernel's log says that memory ran out, lower data.workers; then start the same "
+        "command again"
+    )
 
 
 def _leave_signals_alone(_worker: int) -> None:
