@@ -6,18 +6,23 @@ kill happens at a chosen call and nobody has to sleep and hope.
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 # Imported for the server's sake: what verbs would import when they run.
-from draftsmith import capture, checkpoint, cli, demo, job, optim, train, verbs  # noqa: F401
+from draftsmith import capture, checkpoint, cli, demo, job, optim, supply, train, verbs  # noqa: F401
+from draftsmith.data.loader import PackBuilder
+from draftsmith.features import wire
 from draftsmith.targets import HFTarget
 
 torch.set_num_threads(1)
@@ -27,14 +32,18 @@ _context.set_forkserver_preload(["tests.children"])
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Send this process `signal` at the `nth` call (from 1) of `call`, counted from the save number `save` on."""
+    """Something bad at the `nth` call (from 1) of `call`, counted from the save number `save` on."""
 
     call: str
     nth: int
+    effect: Literal["signal", "sleep", "full disk", "nan"] = "signal"
+    """What happens at the call: this process gets `signal`; it takes `seconds` longer; it fails with ENOSPC; all
+    numbers of the features it makes are NaN."""
+    seconds: float = 0.0
     signal: int = signal.SIGKILL
     save: int = 0
     times: int = 1
-    """2: at the next call once more."""
+    """2: at the next call once more. And so on."""
     whole_group: bool = False
     """The signal goes to the child's process group, loader workers included, as a job scheduler sends it."""
 
@@ -55,7 +64,14 @@ CALLS: dict[str, tuple[object, str]] = {
     "rename": (os, "rename"),
     "prune": (checkpoint, "prune"),
     "claim": (checkpoint, "claim"),
+    "write": (checkpoint, "_write_tensors"),
+    "send": (wire.Sender, "send"),
+    "receive": (wire.Receiver, "__call__"),
+    "evaluate": (supply, "evaluate"),
+    "load": (PackBuilder, "__getitem__"),
 }
+ALWAYS = 10**9
+"""As `Fault.times`."""
 
 
 def start(
@@ -109,24 +125,30 @@ def _run(words: list[str], log: Path, fault: Fault | None, audit: Path | None, e
 def _arm(fault: Fault) -> None:
     counted = {"saves": 0, "calls": 0}
 
-    def count(name: str, before: Callable[[], None]) -> None:
+    def wrap(name: str, wrapper: Callable) -> None:
         place, attribute = CALLS[name] if name != "save" else (checkpoint, "save")
         original = getattr(place, attribute)
+        setattr(place, attribute, lambda *args, **options: wrapper(original, *args, **options))
 
-        def wrapped(*args, **options):
-            before()
-            return original(*args, **options)
-
-        setattr(place, attribute, wrapped)
-
-    def save() -> None:
+    def save(original: Callable, *args, **options):
         counted["saves"] += 1
+        return original(*args, **options)
 
-    def call() -> None:
+    def call(original: Callable, *args, **options):
         if counted["saves"] >= fault.save:
             counted["calls"] += 1
-            if fault.nth <= counted["calls"] < fault.nth + fault.times:
-                (os.killpg if fault.whole_group else os.kill)(os.getpid(), fault.signal)
+        if not fault.nth <= counted["calls"] < fault.nth + fault.times:
+            return original(*args, **options)
+        if fault.effect == "signal":
+            (os.killpg if fault.whole_group else os.kill)(os.getpid(), fault.signal)
+        elif fault.effect == "sleep":
+            time.sleep(fault.seconds)
+        elif fault.effect == "full disk":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        made = original(*args, **options)
+        if fault.effect == "nan":
+            made.context.fill_(torch.nan)
+        return made
 
-    count("save", save)
-    count(fault.call, call)
+    wrap("save", save)
+    wrap(fault.call, call)

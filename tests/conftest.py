@@ -63,6 +63,17 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def alone(world: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """The outcome of the short run of `ranks` in one process, as a plain user runs it."""
+    from tests.ranks import outcome, run_ranks, short
+
+    recipe = short(world, tmp_path_factory.mktemp("alone"))
+    ended = run_ranks(recipe, 1)
+    assert [e.code for e in ended] == [0], ended[0].output
+    return outcome(recipe)
+
+
 @pytest.fixture
 def recipe(world: Path, tmp_path: Path) -> Recipe:
     return make_recipe(world, tmp_path)

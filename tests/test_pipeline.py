@@ -8,64 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from draftsmith import checkpoint
-from draftsmith.config import Recipe
 from tests.children import Fault
-from tests.conftest import make_recipe, with_options
-from tests.ranks import run_ranks
+from tests.conftest import with_options
+from tests.ranks import STEPS, assert_equal, assert_same_bits, outcome, run_ranks, short
 from tests.test_resume import start_again
-
-STEPS = 6
-
-
-def short(world: Path, folder: Path, layout: str = "colocated", **pipeline) -> Recipe:
-    recipe = replace(make_recipe(world, folder), layout=layout)
-    recipe = with_options(recipe, "optim", steps=STEPS, packs_per_step=4, noise="gaussian", noise_scale=0.1)
-    recipe = with_options(recipe, "checkpoint", every=3)
-    recipe = with_options(recipe, "evaluation", every=3, at_start=True)
-    recipe = with_options(recipe, "log", every=1)
-    return with_options(recipe, "pipeline", **pipeline)
-
-
-def outcome(recipe: Recipe) -> dict:
-    run = Path(recipe.run)
-    found = checkpoint.newest_valid(run / "checkpoints", report=lambda line: None)
-    assert found is not None
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {
-        "step": found.step,
-        "ledger": (run / "ledger.jsonl").read_text(),
-        "losses": [line["loss"] for line in lines if "loss" in line],
-        "accept": [line["evaluation"]["accept_length"] for line in lines if "evaluation" in line],
-        "weights": found.tensors("model") | found.tensors("optimizer"),
-    }
-
-
-def assert_equal(one: dict, other: dict) -> None:
-    """The same rows in the same steps, and the same numbers up to the order of fp32 sums."""
-    assert one["step"] == other["step"] == STEPS
-    assert one["ledger"] == other["ledger"]
-    assert one["losses"] == pytest.approx(other["losses"], rel=2e-5)
-    assert one["accept"] == pytest.approx(other["accept"], rel=1e-6)
-    for name, value in one["weights"].items():
-        torch.testing.assert_close(value, other["weights"][name], rtol=1e-3, atol=2e-5, msg=name)
-
-
-def assert_same_bits(one: dict, other: dict) -> None:
-    assert_equal(one, other)
-    differing = [name for name, value in one["weights"].items() if not torch.equal(value, other["weights"][name])]
-    assert not differing
-
-
-@pytest.fixture(scope="session")
-def alone(world: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """The outcome of one process, as a plain user runs it."""
-    recipe = short(world, tmp_path_factory.mktemp("alone"))
-    ended = run_ranks(recipe, 1)
-    assert [e.code for e in ended] == [0], ended[0].output
-    return outcome(recipe)
 
 
 @pytest.mark.parametrize(
@@ -74,10 +21,10 @@ def alone(world: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
         ("colocated", None, 2),
         ("split", 1, 1),
         ("split", 2, 1),
-        ("split", 1, 2),
+        pytest.param("split", 1, 2, marks=pytest.mark.slow),
         ("split", 3, 2),
-        ("split", 2, 2),
-        ("colocated", None, 3),
+        pytest.param("split", 2, 2, marks=pytest.mark.slow),
+        pytest.param("colocated", None, 3, marks=pytest.mark.slow),
     ],
 )
 def test_any_layout_gives_the_same_drafter(world, tmp_path, alone, layout, targets, drafters):
@@ -91,7 +38,7 @@ def test_any_layout_gives_the_same_drafter(world, tmp_path, alone, layout, targe
         assert_equal(outcome(recipe), alone)
 
 
-@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize("depth", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_queue_depth_changes_nothing(world, tmp_path, alone, depth):
     recipe = short(world, tmp_path, "split", targets=2, drafters=1, queue_depth=depth)
     ended = run_ranks(recipe, 3)
@@ -137,7 +84,7 @@ def test_a_run_goes_on_in_another_layout(world, tmp_path, alone):
     assert_equal(outcome(recipe), alone)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1)), 2])
 def test_a_signal_to_one_rank_saves_and_ends_all(world, tmp_path, alone, rank):
     recipe = short(world, tmp_path, "split", targets=1, drafters=2)
     call = "capture" if rank == 2 else "optimizer step"
@@ -198,7 +145,7 @@ def test_a_mixture_is_the_same_in_another_layout(world, tmp_path):
     assert len(samples) > len(set(samples))
 
 
-@pytest.mark.parametrize(("targets", "drafters"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("targets", "drafters"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_targets_that_share_one_copy_of_the_weights(world, tmp_path, alone, targets, drafters):
     recipe = short(world, tmp_path, "split", targets=targets, target_ranks=2, drafters=drafters)
     ended = run_ranks(recipe, targets + drafters)
