@@ -21,7 +21,8 @@ from typing import Literal
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.config import TargetOptions, VerifyCommand
+from draftsmith.commands import VerifyCommand
+from draftsmith.config import TargetOptions
 from draftsmith.data import loader
 from draftsmith.export.folder import measure
 from draftsmith.findings import Findings

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith import config
+from draftsmith import commands
 from draftsmith.adopt import adopt
 from draftsmith.config import EvaluationOptions
 from draftsmith.data.prompts import read_prompts
@@ -43,7 +43,7 @@ class Contender:
     """Of its origin, for the results."""
 
 
-def evaluate(command: config.EvaluateCommand) -> None:
+def evaluate(command: commands.EvaluateCommand) -> None:
     """Decode prompts with a run's drafter (its recipe says what is not given, see `cli`) or with any other."""
     console = Console()
     if command.rescore:
@@ -70,7 +70,7 @@ def evaluate(command: config.EvaluateCommand) -> None:
     console.say(f"next: draftsmith {following}")
 
 
-def choose_suites(command: config.EvaluateCommand) -> list[Suite]:
+def choose_suites(command: commands.EvaluateCommand) -> list[Suite]:
     """Those named, or the prompts file as the only one."""
     if command.suite:
         suites = [read_suite(name, command.evaluation.limit) for name in command.suite]
@@ -89,7 +89,7 @@ def choose_suites(command: config.EvaluateCommand) -> list[Suite]:
     return [Suite(name=path.stem, prompts=chosen, total=len(prompts), source={"file": path.name, **measured})]
 
 
-def open_contender(command: config.EvaluateCommand, suites: list[Suite], console: Console) -> Contender:
+def open_contender(command: commands.EvaluateCommand, suites: list[Suite], console: Console) -> Contender:
     options, seed, facts = command.evaluation, 0, {}
     if command.run:
         recipe, target, drafter, found = open_run(command.run, command.checkpoint, command.device, console)
@@ -156,7 +156,7 @@ def show_figures(report: dict, console: Console) -> None:
         )
 
 
-def again(command: config.EvaluateCommand, console: Console) -> None:
+def again(command: commands.EvaluateCommand, console: Console) -> None:
     """Score an evaluation's samples once more. Raises CheckFailed if its results.json says something else."""
     if command.run or command.drafter or command.suite or command.output:
         raise UserError("--rescore takes the folder of an evaluation and nothing else")

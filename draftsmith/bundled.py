@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from draftsmith import config
+from draftsmith import commands
 from draftsmith.errors import UserError
 from draftsmith.recipe import bundled_recipes, find_recipe
 from draftsmith.telemetry import Console
 
 
-def recipes(command: config.RecipesCommand) -> None:
+def recipes(command: commands.RecipesCommand) -> None:
     """ls, show NAME, cp NAME TO."""
     console = Console()
     if command.action == "ls":

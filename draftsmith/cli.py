@@ -11,23 +11,23 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from draftsmith import config
+from draftsmith import commands, config
 from draftsmith.errors import UserError
 from draftsmith.recipe import parse, recipe_words
 
 # verb -> (its options, where it is done, names of leading words; "recipe" is a TOML file or the name of a bundled one)
 VERBS: dict[str, tuple[type, str, tuple[str, ...]]] = {
-    "demo": (config.DemoCommand, "draftsmith.demo:demo", ()),
-    "recipes": (config.RecipesCommand, "draftsmith.bundled:recipes", ("action", "name", "to")),
-    "regenerate": (config.RegenerateCommand, "draftsmith.verbs:regenerate", ("recipe",)),
-    "prepare": (config.PrepareCommand, "draftsmith.verbs:prepare", ("recipe",)),
-    "preview": (config.PreviewCommand, "draftsmith.verbs:preview", ("recipe",)),
+    "demo": (commands.DemoCommand, "draftsmith.demo:demo", ()),
+    "recipes": (commands.RecipesCommand, "draftsmith.bundled:recipes", ("action", "name", "to")),
+    "regenerate": (commands.RegenerateCommand, "draftsmith.verbs:regenerate", ("recipe",)),
+    "prepare": (commands.PrepareCommand, "draftsmith.verbs:prepare", ("recipe",)),
+    "preview": (commands.PreviewCommand, "draftsmith.verbs:preview", ("recipe",)),
     "train": (config.Recipe, "draftsmith.verbs:train", ("recipe",)),
-    "plan": (config.PlanCommand, "draftsmith.plan:plan", ("recipe",)),
-    "evaluate": (config.EvaluateCommand, "draftsmith.assess:evaluate", ("run",)),
-    "export": (config.ExportCommand, "draftsmith.verbs:export", ("run",)),
-    "verify": (config.VerifyCommand, "draftsmith.verbs:verify", ("folder",)),
-    "generate": (config.GenerateCommand, "draftsmith.verbs:generate", ("run", "prompt")),
+    "plan": (commands.PlanCommand, "draftsmith.plan:plan", ("recipe",)),
+    "evaluate": (commands.EvaluateCommand, "draftsmith.assess:evaluate", ("run",)),
+    "export": (commands.ExportCommand, "draftsmith.verbs:export", ("run",)),
+    "verify": (commands.VerifyCommand, "draftsmith.verbs:verify", ("folder",)),
+    "generate": (commands.GenerateCommand, "draftsmith.verbs:generate", ("run", "prompt")),
 }
 
 
@@ -73,10 +73,10 @@ def run_verb(verb: str, words: list[str]) -> None:
         flags = recipe_words(recipe, options) + flags
     named = [word for name, value in values.items() for word in (f"--{name}", value)]
     command = parse(options, [*named, *flags], f"draftsmith {verb}")
-    known = Path(command.run) / "recipe.toml" if isinstance(command, config.EvaluateCommand) and command.run else None
+    known = Path(command.run) / "recipe.toml" if isinstance(command, commands.EvaluateCommand) and command.run else None
     if known and known.is_file():
         # The run's own recipe says how it is evaluated, unless a flag does.
-        words = [*recipe_words(str(known), config.EvaluateCommand, {"evaluation"}), *named, *flags]
+        words = [*recipe_words(str(known), commands.EvaluateCommand, {"evaluation"}), *named, *flags]
         command = parse(options, words, f"draftsmith {verb}")
     module, function = place.split(":")
     action: Callable = getattr(import_module(module), function)

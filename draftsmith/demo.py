@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from draftsmith.config import DemoCommand, Recipe
+from draftsmith.commands import DemoCommand
+from draftsmith.config import Recipe
 from draftsmith.data.chat import render_prompt
 from draftsmith.data.dataset import prepare, tokenizer_fingerprint
 from draftsmith.data.prompts import read_prompts

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from draftsmith.config import VerifyCommand
+from draftsmith.commands import VerifyCommand
 from draftsmith.errors import DataError, EnvironmentFault
 
 

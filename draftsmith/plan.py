@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from draftsmith.config import PlanCommand
+from draftsmith.commands import PlanCommand
 from draftsmith.errors import UserError
 from draftsmith.figures import STAGES, read_figures
 from draftsmith.memory import GIB, Sizes, breakdown, describe

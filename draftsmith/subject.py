@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftsmith.config import VerifyCommand
+from draftsmith.commands import VerifyCommand
 from draftsmith.data.chat import prompt_tokens
 from draftsmith.data.prompts import Prompt
 from draftsmith.errors import UserError

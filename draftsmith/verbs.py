@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from draftsmith import config
+from draftsmith import commands, config
 from draftsmith.anchors import BlockShape, build_blocks, default_gamma, draw_anchors
 from draftsmith.checkpoint import Checkpoint
 from draftsmith.data.cache import Cache
@@ -54,7 +54,7 @@ from draftsmith.types import Sample
 from draftsmith.verify import verify_folder
 
 
-def regenerate(command: config.RegenerateCommand) -> None:
+def regenerate(command: commands.RegenerateCommand) -> None:
     console = Console()
     if command.regenerate.servers:
         counts = regenerate_served(command.regenerate, console.say)
@@ -69,7 +69,7 @@ def regenerate(command: config.RegenerateCommand) -> None:
     )
 
 
-def prepare(command: config.PrepareCommand) -> None:
+def prepare(command: commands.PrepareCommand) -> None:
     console = Console()
     if command.check_target < 0:
         raise UserError(f"check_target is {command.check_target}; give the number of rows to look at, or 0")
@@ -95,7 +95,7 @@ def open_set(data: config.DataOptions, console: Console) -> PreparedDataset:
     return open_prepared(data.prepared, Cache.of(data.cache, data.cache_gb), console.say)
 
 
-def preview(command: config.PreviewCommand) -> None:
+def preview(command: commands.PreviewCommand) -> None:
     console = Console()
     if command.data.mix and not command.data.prepared:
         raise UserError(f"preview shows one prepared folder; give --data.prepared {command.data.mix[0].split('=')[0]}")
@@ -111,7 +111,7 @@ def preview(command: config.PreviewCommand) -> None:
     console.say("next: draftsmith train RECIPE")
 
 
-def write_preview(command: config.PreviewCommand, dataset: PreparedDataset, tokenizer, block: str) -> None:
+def write_preview(command: commands.PreviewCommand, dataset: PreparedDataset, tokenizer, block: str) -> None:
     figures = measure_set(dataset, tokenizer, command.pack, command.seed)
     rows = []
     for index in range(min(command.rows, len(dataset))):
@@ -121,7 +121,7 @@ def write_preview(command: config.PreviewCommand, dataset: PreparedDataset, toke
     write_page(command.html, preview_page(f"Preview of {command.data.prepared}", figures, rows, block, tokenizer))
 
 
-def first_block(command: config.PreviewCommand, dataset: PreparedDataset, tokenizer) -> tuple[Sample, BlockRow]:
+def first_block(command: commands.PreviewCommand, dataset: PreparedDataset, tokenizer) -> tuple[Sample, BlockRow]:
     """A block of the first row that has a legal anchor, exactly as the loader makes it in the first epoch."""
     sample = dataset[int((dataset.legal_counts > 0).argmax())]
     size, options = command.drafter.block_size, command.drafter
@@ -160,14 +160,14 @@ def train(recipe: config.Recipe) -> None:
     console.say(f'run folder: {recipe.run}\nnext: draftsmith generate {recipe.run} "your question"')
 
 
-def export(command: config.ExportCommand) -> None:
+def export(command: commands.ExportCommand) -> None:
     """Write a checkpoint in the layouts asked for, and say how each is served and verified."""
     console = Console()
     folder, target = export_run(command, console)
     console.say(f"next: draftsmith verify {folder} --target.path {target}")
 
 
-def export_run(command: config.ExportCommand, console: Console) -> tuple[Path, str]:
+def export_run(command: commands.ExportCommand, console: Console) -> tuple[Path, str]:
     """Write the exports; returns the first one's folder and the target's path."""
     recipe, target, drafter, found = open_run(command.run, command.checkpoint, command.device, console)
     layouts = list(EXPORTS) if command.to == "all" else [command.to]
@@ -194,7 +194,7 @@ def finish(recipe: config.Recipe, console: Console, recorded_prompts: int = 4) -
     if recipe.at_end == "nothing":
         return
     torch.cuda.empty_cache()
-    command = config.ExportCommand(run=recipe.run, device=recipe.device, recorded_prompts=recorded_prompts)
+    command = commands.ExportCommand(run=recipe.run, device=recipe.device, recorded_prompts=recorded_prompts)
     folder, target = export_run(command, console)
     if recipe.at_end == "export":
         return
@@ -211,7 +211,7 @@ def finish(recipe: config.Recipe, console: Console, recorded_prompts: int = 4) -
         raise CheckFailed(f"the run is complete, but its export is not as trained: {reason[0]}")
 
 
-def verify(command: config.VerifyCommand) -> None:
+def verify(command: commands.VerifyCommand) -> None:
     """Check an exported folder against its target; a failed check ends with exit code 4."""
     console = Console()
 
@@ -228,7 +228,7 @@ def verify(command: config.VerifyCommand) -> None:
     console.say(f"next: {line}")
 
 
-def recorded_prompts(recipe: config.Recipe, target: HFTarget, command: config.ExportCommand) -> list[torch.Tensor]:
+def recorded_prompts(recipe: config.Recipe, target: HFTarget, command: commands.ExportCommand) -> list[torch.Tensor]:
     """Held-out prompts of the run, rendered; random text if there are none or they shall stay private."""
     if command.recorded_prompts < 0:
         raise UserError(f"recorded_prompts is {command.recorded_prompts}; give 0 or more")
@@ -239,7 +239,7 @@ def recorded_prompts(recipe: config.Recipe, target: HFTarget, command: config.Ex
     return [torch.from_numpy(prompt_tokens(target.tokenizer, p, arguments)).to(target.device) for p in prompts]
 
 
-def generate(command: config.GenerateCommand) -> None:
+def generate(command: commands.GenerateCommand) -> None:
     console = Console()
     recipe, target, drafter, found = open_run(command.run, command.checkpoint, command.device, console)
     arguments = chat_arguments(recipe.evaluation, recipe.data)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from draftsmith.config import VerifyCommand
+from draftsmith.commands import VerifyCommand
 from draftsmith.data.prompts import Prompt, read_prompts
 from draftsmith.engines.launch import ask, prepare
 from draftsmith.engines.server import ask_server, find_model

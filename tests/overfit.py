@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
+from draftsmith.commands import ExportCommand
 from draftsmith.config import (
     CheckpointOptions,
     DataOptions,
     DFlashOptions,
     EvaluationOptions,
-    ExportCommand,
     LogOptions,
     OptimOptions,
     PackOptions,

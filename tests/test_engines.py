@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftsmith.config import TargetOptions, VerifyCommand
+from draftsmith.commands import VerifyCommand
+from draftsmith.config import TargetOptions
 from draftsmith.engines.launch import ask, prepare
 from draftsmith.export.read import read_folder
 from draftsmith.findings import Findings

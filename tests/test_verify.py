@@ -15,7 +15,8 @@ import torch
 
 from benchmarks.negative_controls import CONTROLS, edit_config, judge, labels_shifted, reseal, spoil
 from draftsmith.cli import main
-from draftsmith.config import ExportCommand, TargetOptions, VerifyCommand
+from draftsmith.commands import ExportCommand, VerifyCommand
+from draftsmith.config import TargetOptions
 from draftsmith.engines import launch
 from draftsmith.engines.server import ask_server
 from draftsmith.errors import EnvironmentFault, UserError

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.negative_controls import judge, spoil
-from draftsmith.config import ExportCommand
+from draftsmith.commands import ExportCommand
 from draftsmith.telemetry import Console
 from draftsmith.train import train
 from draftsmith.verbs import export
