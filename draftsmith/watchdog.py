@@ -10,6 +10,7 @@ the launcher can end or restart the rest. Once the launcher is gone, ranks that 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -57,6 +58,7 @@ def watch(folder: Path, launcher: int) -> None:
         beats = [Beat.read(path) for path in sorted(folder.glob("*.beat"))]
         alive = [beat for beat in beats if beat.state not in ("", "Z")]
         if beats and not alive:
+            shutil.rmtree(folder, ignore_errors=True)  # of a rank that could not do it
             return
         now = time.monotonic()
         if not _exists(launcher):
