@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -30,7 +31,7 @@ def started_by_us() -> bool:
     return MARK in os.environ
 
 
-def number_of_processes(recipe: Recipe) -> int:
+def number_of_processes(recipe: Recipe, warn: Callable[[str], None] = lambda text: None) -> int:
     """How many processes this host needs; 1 means that this one does the work. Raises UserError for a misfit."""
     options = recipe.pipeline
     if started_by_launcher():
@@ -43,14 +44,18 @@ def number_of_processes(recipe: Recipe) -> int:
     if options.processes is not None and options.processes < 1:
         raise UserError(f"pipeline.processes is {options.processes}; it must be at least 1")
     gpus = torch.cuda.device_count() if recipe.device != "cpu" and torch.cuda.is_available() else 0
-    if options.processes is not None and 0 < gpus < options.processes:
-        raise UserError(f"pipeline.processes is {options.processes}, but this host has {gpus} GPUs; one process each")
     wanted = options.processes
     if wanted is None and recipe.layout == "split" and options.targets and options.drafters:
         wanted = options.targets + options.drafters
     world = wanted or gpus or 1
-    if wanted is None and recipe.layout != "split":
-        world = min(world, recipe.optim.packs_per_step)  # more GPUs than packs of a step would idle
+    if wanted is None and recipe.layout != "split" and recipe.optim.packs_per_step < world:
+        warn(
+            f"this host has {world} GPUs, but optim.packs_per_step is {recipe.optim.packs_per_step}, so no more are "
+            f"used; with {world} packs a step all would be (and each step would see {world} packs)"
+        )
+        world = recipe.optim.packs_per_step
+    if 0 < gpus < world:
+        raise UserError(f"{world} processes are asked for, but this host has {gpus} GPUs, one for each process")
     roles_of(recipe, world)
     return world
 

@@ -146,7 +146,7 @@ def first_block(command: commands.PreviewCommand, dataset: PreparedDataset, toke
 def train(recipe: config.Recipe) -> None:
     console = Console()
     check_recipe(recipe)
-    world = number_of_processes(recipe)
+    world = number_of_processes(recipe, console.warn)
     if world > 1:
         launch(recipe, world, console)
         results = json.loads((Path(recipe.run) / "results.json").read_text())

@@ -11,8 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from draftsmith.config import Recipe, to_toml
+from draftsmith.errors import UserError
+from draftsmith.launch import number_of_processes
 from tests.conftest import with_options
 from tests.test_pipeline import assert_equal, outcome, short
 
@@ -135,6 +138,36 @@ def test_a_stopped_rank_is_named(world, tmp_path):
     assert time.monotonic() - begun < 60
     text = log.read_text()
     assert "rank 1 (target 0) hangs in section" in text and "it has been stopped (SIGSTOP)" in text
+
+
+@pytest.mark.parametrize(
+    ("layout", "packs", "pipeline", "expected"),
+    [
+        ("colocated", 4, {}, 4),
+        ("colocated", 8, {}, 4),
+        ("colocated", 3, {}, 3),
+        ("colocated", 8, {"processes": 2}, 2),
+        ("split", 4, {"targets": 2}, 4),
+        ("split", 4, {"targets": 1, "drafters": 2}, 3),
+        ("split", 4, {"targets": 6, "drafters": 2}, "8 processes are asked for, but this host has 4 GPUs"),
+        ("colocated", 8, {"processes": 5}, "5 processes are asked for, but this host has 4 GPUs"),
+        ("colocated", 8, {"processes": 0}, "pipeline.processes is 0"),
+    ],
+)
+def test_processes_of_a_host_with_four_gpus(world, tmp_path, monkeypatch, layout, packs, pipeline, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    recipe = replace(
+        with_options(short(world, tmp_path, layout, **pipeline), "optim", packs_per_step=packs), device="auto"
+    )
+    said: list[str] = []
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            number_of_processes(recipe, said.append)
+        return
+    assert number_of_processes(recipe, said.append) == expected
+    assert bool(said) == (packs < 4)
+    assert not said or "4 GPUs, but optim.packs_per_step is 3" in said[0]
 
 
 def test_what_a_rank_refuses_is_said_once(world, tmp_path):
