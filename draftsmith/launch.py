@@ -76,7 +76,9 @@ def launch(recipe: Recipe, world: int, console: Console) -> None:
                 _run(["-m", "draftsmith", "train", str(file), "--pipeline.processes", "None"], world, folder)
                 return
             except ChildFailedError as error:
-                rank, failure = error.get_first_failure()
+                # The launcher ends the others by SIGTERM, which is never the first of what happened.
+                failures = sorted(error.failures.items(), key=lambda item: item[1].exitcode == -signal.SIGTERM)
+                rank, failure = failures[0]
                 if failure.exitcode > 1:  # it has said why, and the same would happen again
                     sys.exit(failure.exitcode)
                 died = (

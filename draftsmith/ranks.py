@@ -361,6 +361,8 @@ def _tell(ranks: Ranks, error: BaseException) -> None:
     if ranks.store is None or not isinstance(error, Exception):
         return
     code = getattr(error, "exit_code", 1)
+    if isinstance(error, Interrupted):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # all is saved, and the launcher sends one to whoever ends last
     if isinstance(error, Interrupted) and not ranks.is_first:
         _leave(ranks, code)
     text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
