@@ -102,9 +102,8 @@ def _run(words: list[str], world: int, folder: str) -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # it would tell the same at length, before we can
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
     os.environ[MARK] = "1"
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # or the ranks' connections tell of each other's end at length
+    # Otherwise the ranks' connections tell of each other's end at length.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

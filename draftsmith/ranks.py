@@ -105,7 +105,7 @@ class Ranks:
     def _finish_agreeing(self) -> bool:
         if self._pending is None:
             return False
-        with contact(self):
+        with self.pulse("exchange"), contact(self):  # rank 0 may be saving or evaluating
             self._pending.wait()
         self._pending = None
         return bool(self._flag.item())
@@ -113,7 +113,7 @@ class Ranks:
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sum over the drafter ranks, in place."""
         if self._drafters is not None:
-            with contact(self):
+            with self.pulse("exchange"), contact(self):
                 dist.all_reduce(tensor, group=self._drafters)
         return tensor
 

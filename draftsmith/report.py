@@ -82,7 +82,8 @@ class Report:
 
     def line(self, progress: Progress, lr: float) -> None:
         """Read the sums, write a line of metrics, and stop a run that diverges (on all ranks)."""
-        sums = self._meter.read(self.job.ranks.sum_)
+        with self.job.ranks.pulse("exchange"):  # on a GPU the host waits here, for other ranks too
+            sums = self._meter.read(self.job.ranks.sum_)
         record = self._record(sums, progress, lr)
         if self.job.run:
             self.job.run.metrics.write(record)

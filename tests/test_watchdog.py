@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from draftsmith.pulse import Pulse
+from draftsmith.ranks import alone
 from draftsmith.watchdog import Beat
 
 RANK = """
@@ -100,3 +102,23 @@ def test_sections_nest_and_are_added_up(tmp_path):
     taken = pulse.take()
     assert set(taken) == {"evaluate", "capture"} and taken["evaluate"] >= taken["capture"] > 0
     assert pulse.take() == {}
+
+
+def test_a_rank_that_waits_for_another_has_no_deadline(tmp_path, monkeypatch):
+    """Rank 0 may save or evaluate for minutes; the others wait for its word, and for its part of the sums."""
+    ranks = alone(torch.device("cpu"), hang_seconds=0.5)
+    ranks.pulse.beat_into(tmp_path / "a.beat", "a")
+    for _ in range(5):  # past the first times, which may compile
+        with ranks.pulse("exchange"):
+            pass
+    seen: list[Beat] = []
+
+    class Pending:
+        def wait(self) -> None:
+            seen.append(Beat.read(tmp_path / "a.beat"))
+
+    ranks._pending, ranks._drafters = Pending(), "a group"
+    ranks._finish_agreeing()
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, group: Pending().wait())
+    ranks.sum_(torch.zeros(1))
+    assert [(beat.section, beat.deadline) for beat in seen] == [("exchange", 0.0)] * 2

@@ -211,11 +211,12 @@ class Receiver:
         spare = self._reading or self._buffers[0]  # what has landed is not needed any more
         for target in self.peers:
             self._say(target, STOP)
-        for target in self.peers:
-            while self._announced(target)[0] == DATA:
-                self._take(target, spare)
-        for work, _ in self._words:
-            _wait(work, self.ranks)
+        with self.ranks.pulse("receive"):
+            for target in self.peers:
+                while self._announced(target)[0] == DATA:
+                    self._take(target, spare)
+            for work, _ in self._words:
+                _wait(work, self.ranks)
 
     def _check(self, pack: Pack, delivery: Delivery, values: list[int]) -> None:
         found, expected = values[1:4], [delivery.step, delivery.lane.number, pack_number(pack)]
