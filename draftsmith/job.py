@@ -106,13 +106,10 @@ def build_job(recipe: Recipe, ranks: Ranks, console: Console) -> Job:
         prepare_target(recipe, device, target)
     tokenizer_hash = tokenizer_fingerprint(target.tokenizer)
     _check_tokenizer(dataset, tokenizer_hash)
-    mask = choose_mask_token(target.tokenizer, target.config.vocab_size, recipe.drafter.mask_token_id)
-    drafter_class, build_config = DRAFTERS[recipe.drafter.kind]
-    config = build_config(replace(recipe.drafter, mask_token_id=mask), target.config, target.layer_ids)
     torch.manual_seed(keyed_seed("weights", recipe.seed) >> 1)
-    drafter = drafter_class(config).to(device=device, dtype=target.head.dtype).train()
-    builder = PackBuilder(dataset, recipe.pack, block_shape(recipe, config), recipe.seed)
-    _introduce(recipe, plan, drafter, mask, console)
+    drafter = new_drafter(recipe, target, device).train()
+    builder = PackBuilder(dataset, recipe.pack, block_shape(recipe, drafter.config), recipe.seed)
+    _introduce(recipe, plan, drafter, drafter.config.dflash_config["mask_token_id"], console)
     if recipe.init and not any((Path(recipe.run) / "checkpoints").glob("step-*")):
         warm_start(drafter, Path(recipe.init))  # before the run folder exists, so that a mistake leaves none behind
     prints = {"data": plan.fingerprint, "target": target.fingerprint, "tokenizer": tokenizer_hash}
@@ -123,6 +120,14 @@ def build_job(recipe: Recipe, ranks: Ranks, console: Console) -> Job:
         if run:
             run.close()
         raise
+
+
+def new_drafter(recipe: Recipe, target: Target, device: torch.device) -> DFlashDrafter:
+    """The recipe's drafter for a target, with random weights. Raises UserError for a mask token that cannot be one."""
+    mask = choose_mask_token(target.tokenizer, target.config.vocab_size, recipe.drafter.mask_token_id)
+    drafter_class, build_config = DRAFTERS[recipe.drafter.kind]
+    config = build_config(replace(recipe.drafter, mask_token_id=mask), target.config, target.layer_ids)
+    return drafter_class(config).to(device=device, dtype=target.head.dtype)
 
 
 def _assemble(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,18 +16,16 @@ import torch.distributed as dist
 from draftsmith.anchors import BlockShape
 from draftsmith.config import Recipe
 from draftsmith.data.loader import PackBuilder, PackOrder, pack_stream
-from draftsmith.drafters import DRAFTERS
 from draftsmith.errors import Interrupted
 from draftsmith.evaluate import Case, evaluate, is_due
 from draftsmith.features.wire import END, ERROR, Idle, Sender, pack_number, receive_tensors, send_tensors
-from draftsmith.job import channel_size, make_all_cases, read_inputs
+from draftsmith.job import channel_size, make_all_cases, new_drafter, read_inputs
 from draftsmith.packing import Schedule
 from draftsmith.ranks import Ranks, contact
 from draftsmith.roles import Delivery
 from draftsmith.signals import StopRequest
 from draftsmith.speed import prepare_target
 from draftsmith.targets import TARGETS, HFTarget
-from draftsmith.targets.hf import choose_mask_token
 from draftsmith.telemetry import Console
 from draftsmith.trace import Trace
 from draftsmith.types import Pack
@@ -224,10 +221,7 @@ def _evaluate(recipe: Recipe, ranks: Ranks, target: HFTarget, cases: list[Case],
     _from_first(ranks, asked)
     if not asked.item():
         return False
-    drafter_class, build_config = DRAFTERS[recipe.drafter.kind]
-    mask = choose_mask_token(target.tokenizer, target.config.vocab_size, recipe.drafter.mask_token_id)
-    config = build_config(replace(recipe.drafter, mask_token_id=mask), target.config, target.layer_ids)
-    drafter = drafter_class(config).to(device=ranks.device, dtype=target.head.dtype).eval()
+    drafter = new_drafter(recipe, target, ranks.device).eval()
     weights = [w.detach() for w in drafter.parameters()]
     if first:
         receive_tensors(ranks, ranks.roles.drafter_rank(0), weights)
