@@ -30,13 +30,8 @@ LIMIT = 150  # seconds after which a peer is given up, compilation included
 
 def _config(shape: Shape, attention: str) -> Qwen3Config:
     config = Qwen3Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
+        **shape.sizes,
         num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
         max_position_embeddings=shape.document,
         layer_types=["full_attention"] * shape.layers,
     )

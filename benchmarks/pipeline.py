@@ -73,13 +73,8 @@ LAYOUTS = (
 def make_world(folder: Path, shape: Shape, num_layers: int, device: torch.device) -> Recipe:
     """A random target, rows of random tokens, and the recipe that trains on them."""
     config = Qwen3Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
+        **shape.sizes,
         num_hidden_layers=num_layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
         tie_word_embeddings=False,
         bos_token_id=1,
         eos_token_id=2,

@@ -38,6 +38,18 @@ class Shape:
     window: int | None = None
     chunk: int = 4_096
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The widths, as configs of transformers name them; the same for drafter, target and other trainers."""
+        return {
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+        }
+
 
 TOY = Shape(
     hidden=64, intermediate=128, heads=4, kv_heads=2, head_dim=16, layers=2, taps=2, vocabulary=512,
@@ -48,13 +60,8 @@ TOY = Shape(
 def drafter(shape: Shape, device: torch.device) -> DFlashDrafter:
     kind = "sliding_attention" if shape.window else "full_attention"
     config = DFlashConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
+        **shape.sizes,
         num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
         layer_types=[kind] * shape.layers,
         use_sliding_window=shape.window is not None,
         sliding_window=shape.window,

@@ -16,13 +16,8 @@ from draftsmith.targets.packed_attention import NAME
 def build(shape: Shape, device: torch.device, num_layers: int, layer_ids: tuple[int, ...]) -> HFTarget:
     """A random Qwen3 of the drafter's width."""
     config = Qwen3Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
+        **shape.sizes,
         num_hidden_layers=num_layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
         attn_implementation=NAME,
     )
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
