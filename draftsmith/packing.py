@@ -12,10 +12,11 @@ What is packed are *visits*: an epoch may see a row several times, or leave it o
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt64
@@ -30,6 +31,7 @@ DEALT, DEALT_PER_PACK = 2_048, 3
 what the large ones leave."""
 HANDS = 2
 """A hand is dealt to this part of the packs, the emptiest ones."""
+NO_BINS = np.empty(0, np.int64)
 
 
 def count_anchors(legal: Int[np.ndarray, " sample"], per_document: int, density: float) -> Int[np.ndarray, " sample"]:
@@ -105,29 +107,37 @@ class Schedule:
         return lru_cache(maxsize=2)(self._compute)
 
     def _compute(self, epoch: int) -> tuple[Int[np.ndarray, " doc"], ...]:
-        mix = self.mix
-        visits = np.arange(len(self.lengths)) if mix is None else mix.visits(self.seed, epoch, self.lengths)
-        if not len(visits):
-            raise UserError(f"epoch {epoch} sees not a single row; raise the weights of data.mix, or data.caps")
-        order = visits[keyed_generator("order", self.seed, epoch).permutation(len(visits))]
         packs: list[Int[np.ndarray, " doc"]] = []
-        for number, start in enumerate(range(0, len(order), self.window)):
-            members = order[start : start + self.window]
-            rows = members % len(self.lengths)
-            bins = pack_window(self.lengths[rows], self.anchors[rows], self.num_tokens, self.num_anchors)
+        for number, (members, placed) in enumerate(self._windows(epoch)):
+            bins = placed.members()
             shuffle = keyed_generator("packs", self.seed, epoch, number).permutation(len(bins))
             packs += [members[bins[i]] for i in shuffle]
         return tuple(packs)
 
+    def _windows(self, epoch: int) -> Iterator[tuple[Int[np.ndarray, " visit"], Placed]]:
+        """The visits of each window of an epoch, and where they are placed."""
+        num_rows = len(self.lengths)
+        visits = None if self.mix is None else self.mix.visits(self.seed, epoch, self.lengths)
+        order = keyed_generator("order", self.seed, epoch).permutation(num_rows if visits is None else len(visits))
+        if not len(order):
+            raise UserError(f"epoch {epoch} sees not a single row; raise the weights of data.mix, or data.caps")
+        for start in range(0, len(order), self.window):
+            members = rows = order[start : start + self.window]
+            if visits is not None:
+                members = visits[members]
+                rows = members % num_rows
+            yield members, place_window(self.lengths[rows], self.anchors[rows], self.num_tokens, self.num_anchors)
+
     def _steps_of(self, epoch: int) -> int:
-        return -(-len(self.packs(epoch)) // self.packs_per_step)
+        # The first epoch's packs are wanted anyway; of the others only their number is.
+        later = (placed.num_bins for _, placed in self._windows(epoch)) if epoch else ()
+        return -(-(sum(later) or len(self.packs(0))) // self.packs_per_step)
 
     @cached_property
     def steps_before(self) -> tuple[int, ...]:
         """Steps taken before each epoch begins; the last entry is where the last epoch would end."""
-        if self.steps is None:  # the first epochs last, because they are read next
-            counts = [self._steps_of(epoch) for epoch in reversed(range(self.epochs))]
-            return tuple(accumulate(reversed(counts), initial=0))
+        if self.steps is None:
+            return tuple(accumulate(map(self._steps_of, range(self.epochs)), initial=0))
         before = [0]
         while before[-1] < self.steps:
             before.append(before[-1] + self._steps_of(len(before) - 1))
@@ -156,10 +166,25 @@ class Schedule:
         return float(tokens / (num * self.num_tokens)), float(anchors / (num * self.num_anchors))
 
 
-def pack_window(
+class Placed(NamedTuple):
+    """Samples of a window in the order in which they were placed, and the bin of each."""
+
+    samples: Int[np.ndarray, " sample"]
+    bins: Int[np.ndarray, " sample"]
+    num_bins: int
+
+    def members(self) -> list[Int[np.ndarray, " doc"]]:
+        """The samples of each bin."""
+        by_bin = _ascending(self.bins)
+        ends = np.searchsorted(self.bins[by_bin], np.arange(self.num_bins + 1)).tolist()
+        samples = self.samples[by_bin]
+        return [samples[begin:end] for begin, end in pairwise(ends)]
+
+
+def place_window(
     lengths: Int[np.ndarray, " sample"], anchors: Int[np.ndarray, " sample"], num_tokens: int, num_anchors: int
-) -> list[Int[np.ndarray, " doc"]]:
-    """The members of each pack, as few packs as can be found quickly.
+) -> Placed:
+    """The samples in bins, each of which makes a pack; as few as can be found quickly.
 
     Every sample must fit a pack by itself; the caller has checked that.
     """
@@ -167,9 +192,11 @@ def pack_window(
     if len(lengths) < max(DEALT, DEALT_PER_PACK * num_bins):
         return best_fit(lengths, anchors, num_tokens, num_anchors)
     place = deal(lengths, anchors, num_tokens, num_anchors, num_bins)
-    by_bin = _ascending(place)
-    rest, *dealt = np.split(by_bin, np.searchsorted(place[by_bin], np.arange(num_bins)))
-    return best_fit(lengths, anchors, num_tokens, num_anchors, rest, dealt) if len(rest) else dealt
+    dealt, rest = np.flatnonzero(place >= 0), np.flatnonzero(place < 0)
+    used = (np.bincount(place[dealt], values[dealt], num_bins).astype(np.int64) for values in (lengths, anchors))
+    left = best_fit(lengths[rest], anchors[rest], num_tokens, num_anchors, *used)
+    bins = np.concatenate([place[dealt], left.bins])
+    return Placed(np.concatenate([dealt, rest[left.samples]]), bins, left.num_bins)
 
 
 def deal(
@@ -187,27 +214,34 @@ def deal(
     """
     tokens, needs = lengths * num_anchors, anchors * num_tokens  # in units of which a pack holds this many:
     whole = num_tokens * num_anchors
+    hand = -(-num_bins // HANDS)
     order = _ascending(-np.maximum(tokens, needs))
+    order = order[_ascending((needs - tokens)[order], each=hand)]
+    tokens, needs = tokens[order], needs[order]
     used_tokens, used_anchors = np.zeros(num_bins, np.int64), np.zeros(num_bins, np.int64)
     place = np.full(len(lengths), -1)
-    hand = -(-num_bins // HANDS)
     for start in range(0, len(order), hand):
         dealt = order[start : start + hand]
-        dealt = dealt[_ascending(needs[dealt] - tokens[dealt])]
         to = _ascending(np.maximum(used_tokens, used_anchors))[: len(dealt)]
         to = to[_ascending(used_tokens[to] - used_anchors[to])]
-        now_tokens, now_anchors = used_tokens[to] + tokens[dealt], used_anchors[to] + needs[dealt]
-        fits = (now_tokens <= whole) & (now_anchors <= whole)
-        to = to[fits]
-        place[dealt[fits]], used_tokens[to], used_anchors[to] = to, now_tokens[fits], now_anchors[fits]
+        now_tokens, now_anchors = used_tokens[to] + tokens[start:][:hand], used_anchors[to] + needs[start:][:hand]
+        if now_tokens.max() > whole or now_anchors.max() > whole:
+            fits = (now_tokens <= whole) & (now_anchors <= whole)
+            to, dealt, now_tokens, now_anchors = to[fits], dealt[fits], now_tokens[fits], now_anchors[fits]
+        place[dealt], used_tokens[to], used_anchors[to] = to, now_tokens, now_anchors
     return place
 
 
-def _ascending(values: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-    """A stable argsort, several times quicker than NumPy's."""
+def _ascending(values: Int[np.ndarray, " n"], each: int = 0) -> Int[np.ndarray, " n"]:
+    """A stable argsort, several times quicker than NumPy's; with `each`, of so many values after the others."""
     bits = len(values).bit_length()
     numbered = (values << bits) | np.arange(len(values))
-    numbered.sort()
+    if each:
+        whole = len(values) // each * each
+        numbered[:whole].reshape(-1, each).sort(axis=1)
+        numbered[whole:].sort()
+    else:
+        numbered.sort()
     return numbered & ((1 << bits) - 1)
 
 
@@ -216,35 +250,32 @@ def best_fit(
     anchors: Int[np.ndarray, " sample"],
     num_tokens: int,
     num_anchors: int,
-    samples: Int[np.ndarray, " some"] | None = None,
-    packs: Sequence[Int[np.ndarray, " _"]] = (),
-) -> list[Int[np.ndarray, " doc"]]:
-    """The members of each pack by best fit, longest sample first: all samples, or `samples` beside those in `packs`."""
-    samples = np.arange(len(lengths)) if samples is None else samples
-    members = [pack.tolist() for pack in packs]
-    free_anchors = [num_anchors - int(anchors[pack].sum()) for pack in packs]
-    least = int(anchors[samples].min(initial=num_anchors))
+    used_tokens: Int[np.ndarray, " bin"] = NO_BINS,
+    used_anchors: Int[np.ndarray, " bin"] = NO_BINS,
+) -> Placed:
+    """Samples by best fit, longest first, in bins that are partly `used` and in new ones."""
+    free_anchors = (num_anchors - used_anchors).tolist()
+    least = int(anchors.min(initial=num_anchors))
     # Bins with room for both, the one with the least room first: by free tokens, and by free anchors.
-    open_bins = [(num_tokens - int(lengths[pack].sum()), number) for number, pack in enumerate(packs)]
+    open_bins = [(free, number) for number, free in enumerate((num_tokens - used_tokens).tolist())]
     open_bins = sorted((free, number) for free, number in open_bins if free > 0 and free_anchors[number] >= least)
     by_anchors = sorted((free_anchors[number], free, number) for free, number in open_bins)
-    for sample in samples[np.argsort(-lengths[samples], kind="stable")].tolist():
-        length, need = int(lengths[sample]), int(anchors[sample])
+    order, bins = np.argsort(-lengths, kind="stable"), []
+    for length, need in zip(lengths[order].tolist(), anchors[order].tolist(), strict=True):
         found = _find_bin(open_bins, by_anchors, free_anchors, length, need)
         if found:
             free, number = found
             del open_bins[bisect_left(open_bins, found)]
             del by_anchors[bisect_left(by_anchors, (free_anchors[number], free, number))]
         else:
-            free, number = num_tokens, len(members)
-            members.append([])
+            free, number = num_tokens, len(free_anchors)
             free_anchors.append(num_anchors)
-        members[number].append(sample)
+        bins.append(number)
         free_anchors[number] -= need
         if free > length and free_anchors[number] >= least:
             insort(open_bins, (free - length, number))
             insort(by_anchors, (free_anchors[number], free - length, number))
-    return [np.asarray(m) for m in members]
+    return Placed(order, np.array(bins, dtype=np.int64), len(free_anchors))
 
 
 def _find_bin(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from draftsmith.errors import UserError
-from draftsmith.packing import Cap, Mix, Schedule, count_anchors, pack_window
+from draftsmith.packing import Cap, Mix, Schedule, count_anchors, place_window
 
 
 def schedule_of(lengths, anchors, *, num_tokens: int, num_anchors: int, **options) -> Schedule:
@@ -143,7 +143,7 @@ def test_large_windows_hold_every_sample_within_budget(seed):
     num_tokens, num_anchors = random.integers([2_000, 50], [60_000, 8_000]).tolist()
     lengths, legal = conversations(int(random.integers(2_048, 9_000)), num_tokens, seed)
     anchors = count_anchors(legal, num_anchors, float(random.uniform(0.01, 0.5)))
-    packs = pack_window(lengths, anchors, num_tokens, num_anchors)
+    packs = place_window(lengths, anchors, num_tokens, num_anchors).members()
     assert sorted(np.concatenate(packs).tolist()) == list(range(len(lengths)))
     for pack in packs:
         assert lengths[pack].sum() <= num_tokens and anchors[pack].sum() <= num_anchors
@@ -190,6 +190,18 @@ def test_steps_extends_epochs():
         *[((1, 0), (1, 1)), ((1, 2), (1, 3)), ((1, 4),)],
         ((2, 0), (2, 1)),
     ]
+
+
+def test_later_epochs_are_counted_as_they_are_packed():
+    random = np.random.default_rng(3)
+    lengths, legal = conversations(9_000, 20_000, 3)
+    anchors = count_anchors(legal, 2_500, 0.12)
+    schedule = schedule_of(lengths, anchors, num_tokens=20_000, num_anchors=2_500, epochs=4, window=4_000)
+    mixed = replace(schedule, mix=Mix(weight=random.uniform(0.2, 2.0, 9_000), key=np.arange(9_000, dtype=np.uint64)))
+    for one in (schedule, mixed):
+        counts = np.diff(one.steps_before).tolist()
+        assert counts == [len(one.packs(epoch)) for epoch in range(4)]
+    assert len(set(np.diff(mixed.steps_before))) > 1
 
 
 def test_without_steps_epochs_decide():
