@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from benchmarks.measure import clean, peak_gib, seconds_of, spread
 from benchmarks.step import Shape, blocks
 from draftsmith.flex import flex_mask
-from draftsmith.visibility import TILE
+from draftsmith.visibility import TILE, tile_lists
 
 
 def run(shape: Shape, device: torch.device, repeats: int) -> dict:
@@ -27,7 +27,8 @@ def run(shape: Shape, device: torch.device, repeats: int) -> dict:
     listed, needed = ours.to_dense().bool(), theirs.to_dense().bool()
     assert not (needed & ~listed).any(), "a tile that holds something is not listed"
     peak = peak_gib(device)
-    own = seconds_of(lambda: flex_mask(spans, shape.tokens), device, repeats)
+    listing = tile_lists if device.type == "cpu" else torch.compile(tile_lists, dynamic=False)
+    own = seconds_of(lambda: listing(spans, shape.tokens), device, repeats)
     other = spread(seconds_of(peer, device, repeats))
     return {
         "tokens": shape.tokens,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from draftsmith.types import Intervals
-from draftsmith.visibility import TILE, tile_lists
+from draftsmith.visibility import TILE, Tiles, tile_lists
 
 TILES: dict[int, Any] = {
     64: {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3},
@@ -54,13 +54,17 @@ def flex_mask(spans: Intervals, num_context: int) -> BlockMask:
         in_context = (key >= ctx_lo[slot]) & (key < ctx_hi[slot])
         return in_context | ((key >= blk_lo[slot]) & (key < blk_hi[slot]))
 
-    lists = tile_lists(spans, num_context)
-    return BlockMask.from_kv_blocks(
-        lists.num_partial[None, None],
-        lists.partial[None, None],
-        lists.num_full[None, None],
-        lists.full[None, None],
+    partial, full = (Tiles(*(x[None, None] for x in tiles)) for tiles in tile_lists(spans, num_context))
+    mask = BlockMask.from_kv_blocks(
+        partial.num_keys,
+        partial.keys,
+        full.num_keys,
+        full.keys,
         BLOCK_SIZE=TILE,
         mask_mod=sees,
         seq_lengths=(num_slots, num_context + num_slots),
+        compute_q_blocks=False,
     )
+    mask.q_num_blocks, mask.q_indices = partial.num_queries, partial.queries
+    mask.full_q_num_blocks, mask.full_q_indices = full.num_queries, full.queries
+    return mask

@@ -64,16 +64,23 @@ TILE = 128
 """Rows and columns of a tile of scores, as attention kernels skip them."""
 
 
-class TileLists(NamedTuple):
-    """Per tile of 128 draft slots: which tiles of 128 keys hold anything, split in those seen whole and the others.
+class Tiles(NamedTuple):
+    """Per tile of 128 draft slots the tiles of 128 keys that hold anything, ascending, and the other way round.
 
     Only the first `num` entries of a row mean something.
     """
 
-    num_partial: Int[Tensor, " q_tile"]
-    partial: Int[Tensor, "q_tile key_tile"]
-    num_full: Int[Tensor, " q_tile"]
-    full: Int[Tensor, "q_tile key_tile"]
+    num_keys: Int[Tensor, " q_tile"]
+    keys: Int[Tensor, "q_tile key_tile"]
+    num_queries: Int[Tensor, " key_tile"]
+    queries: Int[Tensor, "key_tile q_tile"]
+
+
+class TileLists(NamedTuple):
+    """Tiles that are seen whole, and those of which only a part is seen."""
+
+    partial: Tiles
+    full: Tiles
 
 
 def tile_lists(spans: Intervals, num_context: int) -> TileLists:
@@ -94,10 +101,20 @@ def tile_lists(spans: Intervals, num_context: int) -> TileLists:
         last = torch.where(some, hi, 0).amax(1, keepdim=True)
         present |= (first < start + TILE) & (last > start)
         whole |= (lo.amax(1, keepdim=True) <= start) & (hi.amin(1, keepdim=True) >= start + TILE)
-    return TileLists(*_listed(present & ~whole), *_listed(whole))
+    partial = present & ~whole
+    return TileLists(*(Tiles(*listed(chosen), *listed(chosen.T.contiguous())) for chosen in (partial, whole)))
 
 
-def _listed(chosen: Bool[Tensor, "q_tile key_tile"]) -> tuple[Int[Tensor, " q_tile"], Int[Tensor, "q_tile key_tile"]]:
-    """How many tiles of each row are chosen, and their numbers, ascending, before those of the others."""
+@torch.library.custom_op("draftsmith::listed", mutates_args=(), schema="(Tensor chosen) -> (Tensor, Tensor)")
+def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """How many of each row are chosen, and their numbers, ascending, before those of the others; int32.
+
+    An operation of its own: a sort is what torch.compile makes the slowest kernels of, and takes longest to compile.
+    """
     order = torch.argsort((~chosen).int(), dim=1, stable=True)
     return chosen.sum(dim=1, dtype=torch.int32), order.int()
+
+
+@listed.register_fake
+def _(chosen):
+    return chosen.new_empty(chosen.shape[0], dtype=torch.int32), chosen.new_empty(chosen.shape, dtype=torch.int32)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.visibility import dense_mask, intervals
+from draftsmith.visibility import TILE, dense_mask, intervals, tile_lists
 
 BLOCK = 4
 NUM_CONTEXT = 40
@@ -97,3 +97,41 @@ def test_intervals_stay_inside_the_pack():
         ]:
             assert low.dtype == high.dtype == torch.int32
             assert (low >= 0).all() and (low <= high).all() and (high <= size).all()
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("seed", range(4))
+def test_tile_lists_hold_what_the_dense_mask_has(seed, window):
+    """Every tile with anything in it is listed once, in the right list and in both directions; ascending, and padded
+    with the numbers of the other tiles.
+    """
+    rng = np.random.default_rng(seed)
+    num_context, block = 6 * TILE, 16
+    starts = np.sort(rng.choice(num_context // 3, 3, replace=False))
+    anchors = np.sort(rng.choice(np.arange(starts[0], num_context), 40, replace=False))
+    start = starts[np.searchsorted(starts, anchors, side="right") - 1]
+    anchor = np.concatenate([anchors, np.full(64 - len(anchors), -1)])
+    spans = intervals(
+        anchor, np.concatenate([start, np.zeros(64 - len(start), int)]), block, window=window, causal=False
+    )
+    tiles = dense_mask(spans, num_context).unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE)).transpose(1, 2)
+    some, whole = tiles.flatten(2).any(-1), tiles.flatten(2).all(-1)
+    lists = tile_lists(spans, num_context)
+    listed = []
+    for found in lists:
+        there = as_table(found.num_keys, found.keys)
+        assert torch.equal(as_table(found.num_queries, found.queries), there.T)
+        listed.append(there)
+    assert torch.equal(listed[1], whole) and whole.any() == (window is None)
+    assert (listed[0] | listed[1])[some].all() and not (listed[0] & listed[1]).any()
+    assert listed[0].sum() <= 1.5 * (some & ~whole).sum(), "sorted anchors leave few tiles listed without need"
+
+
+def as_table(num: torch.Tensor, listed: torch.Tensor) -> torch.Tensor:
+    """What lists of one direction say, as a table; checks that they are well made."""
+    table = torch.zeros(listed.shape, dtype=torch.bool)
+    for row, (count, numbers) in enumerate(zip(num.tolist(), listed.tolist(), strict=True)):
+        assert sorted(numbers) == list(range(len(numbers)))
+        assert numbers[:count] == sorted(numbers[:count]) and numbers[count:] == sorted(numbers[count:])
+        table[row, numbers[:count]] = True
+    return table
