@@ -14,7 +14,7 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from draftsmith.row_kernel import BLOCK, LOWEST
+from draftsmith.row_kernel import BLOCK, LOWEST, WARPS, survey
 
 
 @triton.jit
@@ -49,39 +49,17 @@ def _rows(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * voc
-    lane = tl.arange(0, BLOCK)
     want = tl.load(label + row)
+    wanted, top, norm, rival = survey(
+        line, want, topk, nll + row, correct + row, in_topk + row, voc, True, BLOCK
+    )  # fmt: skip
     share = tl.load(weight + row)
-    wanted = tl.load(line + want).to(tl.float32)
-
-    highest = tl.full([BLOCK], LOWEST, tl.float32)
-    rival = tl.full([BLOCK], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    higher = tl.zeros([BLOCK], tl.int32)
-    earlier = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, voc, BLOCK):
-        at = start + lane
-        x = tl.load(line + at, mask=at < voc, other=LOWEST).to(tl.float32)
-        top = tl.maximum(highest, x)
-        total = total * tl.exp(highest - top) + tl.exp(x - top)
-        highest = top
-        rival = tl.maximum(rival, tl.where(at == want, LOWEST, x))
-        higher += (x > wanted).to(tl.int32)
-        earlier += ((x == wanted) & (at < want)).to(tl.int32)
-    top = tl.max(highest, 0)
-    second = tl.max(rival, 0)
-    norm = tl.sum(total * tl.exp(highest - top), 0)
-    num_higher = tl.sum(higher, 0)
-    tl.store(nll + row, tl.log(norm) + top - wanted)
-    tl.store(correct + row, (num_higher + tl.sum(earlier, 0)) == 0)
-    tl.store(in_topk + row, num_higher < topk)
-    tl.store(scale + row, share * tl.exp(second - top) / norm / 448.0)
+    tl.store(scale + row, share * tl.exp(rival - top) / norm / 448.0)
     tl.store(at_label + row, share * (tl.exp(wanted - top) / norm - 1.0))
-
     for start in range(0, voc, BLOCK):
-        at = start + lane
+        at = start + tl.arange(0, BLOCK)
         x = tl.load(line + at, mask=at < voc, other=LOWEST).to(tl.float32)
-        value = tl.where(at == want, 0.0, tl.exp(x - second) * 448.0)
+        value = tl.where(at == want, 0.0, tl.exp(x - rival) * 448.0)
         tl.store(slope + row * voc + at, value.to(slope.dtype.element_ty), mask=at < voc)
 
 
@@ -101,6 +79,6 @@ def rows_(
     at_label = torch.empty_like(scale)
     _rows[(logits.shape[0],)](
         logits, label, weight, nll, correct, in_topk, slope, scale, at_label, logits.shape[1], topk,
-        BLOCK=BLOCK, num_warps=16,
+        BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     return slope, scale, at_label
