@@ -22,7 +22,16 @@ def device_name(device: torch.device) -> str:
 
 
 def seconds_of(action: Callable[[], object], device: torch.device, repeats: int, warmup: int = 2) -> list[float]:
-    """Wall-clock seconds of each call, the device's work included."""
+    """Seconds of each call. On a GPU they are those between the ends of one call's work and of the next one's, as it
+    runs without waiting for the host: a step is followed by another in training too.
+    """
+    if device.type == "cuda":
+        ends = [torch.cuda.Event(enable_timing=True) for _ in range(warmup + repeats)]
+        for end in ends:
+            action()
+            end.record()
+        _wait(device)
+        return [one.elapsed_time(other) / 1e3 for one, other in zip(ends[warmup - 1 :], ends[warmup:], strict=False)]
     times = []
     for number in range(warmup + repeats):
         _wait(device)
