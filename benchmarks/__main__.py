@@ -23,6 +23,7 @@ def bench_step(device: torch.device, toy: bool) -> list[dict]:
         rows.append(step.run(shape, device, "on", repeats=10, rate=rate, fp8=parts))
     for row in rows:
         row["ratio_to"] = {"bf16": rows[0]["seconds_median"] / row["seconds_median"]}
+    rows.append(step.run(shape, device, "layer", repeats=10, rate=rate))
     large = replace(shape, tokens=49_152, anchors=6_144)
     return rows + [step.run(large, device, "on", repeats=6)]
 

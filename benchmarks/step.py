@@ -99,8 +99,9 @@ def useful_flop(shape: Shape, rows: int) -> float:
     kv = shape.kv_heads * shape.head_dim
     per_layer = 2 * h * shape.heads * shape.head_dim + 2 * h * kv + 3 * h * shape.intermediate
     seen = min(shape.document / 2, shape.window or shape.document) + shape.block
+    anchors_in_last_layer = shape.anchors * (h * shape.heads * shape.head_dim + 3 * h * shape.intermediate)
     return (
-        6 * per_layer * layers * slots
+        6 * (per_layer * layers * slots - anchors_in_last_layer)
         + 4 * shape.taps * h * h * shape.tokens
         + 12 * h * kv * layers * shape.tokens
         + 14 * shape.heads * shape.head_dim * seen * layers * slots

@@ -137,7 +137,7 @@ def _propose(target: Target, drafter: DFlashDrafter, context, anchor: int, size:
     block = torch.full((size,), drafter.config.mask_token_id, device=target.head.device)
     block[0] = anchor
     hidden = drafter.propose(context, target.embed(block).to(drafter.dtype))
-    chances = sampling.probabilities(hidden[1:].to(target.head.dtype) @ target.head.T)
+    chances = sampling.probabilities(hidden.to(target.head.dtype) @ target.head.T)
     return sampling.draw(chances, generator), chances
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from draftsmith import fp8
+from draftsmith.types import Draft
 
 
 class RowLoss(NamedTuple):
@@ -73,9 +74,10 @@ class TakeRows(torch.autograd.Function):
         return grad.new_zeros(ctx.num, grad.shape[1]).index_copy_(0, rows, grad), None
 
 
-def take_rows(x: Float[Tensor, "q hid"], rows: Int[Tensor, " row"]) -> Float[Tensor, "row hid"]:
-    """The given rows, all different."""
-    return TakeRows.apply(x, rows)
+def drafted_rows(draft: Draft, rows: Int[Tensor, " row"]) -> Float[Tensor, "row hid"]:
+    """What was drafted for the given flat slots, all different and none of them slot 0 of its block."""
+    block = draft.hidden.shape[1] + 1
+    return TakeRows.apply(draft.hidden.flatten(0, 1), rows - rows // block - 1)
 
 
 def _chunk(logits, label, weight, nll, correct, in_topk, topk: int) -> Float[Tensor, "row voc"]:

@@ -96,11 +96,12 @@ def _kept(s: Sizes) -> int:
     residual = 4 * s.slots * s.hidden  # before and after each of a layer's two norms
     mlp = 2 * s.slots * s.intermediate
     context = 2 * s.tokens * s.hidden
-    ends = 2 * s.slots * s.hidden  # the embedded blocks and the drafter's output
+    ends = (2 * s.slots - s.anchors) * s.hidden  # the embedded blocks and the drafter's output, without slot 0
+    unread = 2 * s.anchors * s.intermediate if s.recompute == "none" else 0  # slot 0 in the last layer's MLP
     if s.recompute == "layer":
         return s.layers * (s.slots * s.hidden + keys - 2 * kv * s.slots + kv * s.tokens) + context + ends
     layer = keys + before_norms + attention + residual + (mlp if s.recompute == "none" else -s.slots * s.hidden)
-    return s.layers * layer + context + ends
+    return s.layers * layer + context + ends - unread
 
 
 def _backward(s: Sizes) -> float:

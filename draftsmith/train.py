@@ -29,7 +29,7 @@ from draftsmith.features.wire import Receiver
 from draftsmith.fp8 import Head
 from draftsmith.graph import StepGraphs
 from draftsmith.job import Job, build_job, check_recipe, choose_device
-from draftsmith.losses import frozen_head_loss, take_rows
+from draftsmith.losses import drafted_rows, frozen_head_loss
 from draftsmith.optim import learning_rate
 from draftsmith.randomness import keyed_seed
 from draftsmith.ranks import Ranks, alone, join, started_by_launcher
@@ -249,7 +249,7 @@ def block_loss(
 ) -> Loss:
     """Weighted cross-entropy of a pack's blocks over the given slots, its weight, and sums for the metrics."""
     label, weight = blocks.label.flatten()[rows], blocks.weight.flatten()[rows]
-    hidden = take_rows(draft.hidden.flatten(0, 1), rows)
+    hidden = drafted_rows(draft, rows)
     out = frozen_head_loss(hidden, head, label, weight, chunk=chunk, topk=topk, fp8_head=fp8_head)
     correct = torch.zeros_like(blocks.weight, dtype=torch.bool).flatten().index_copy(0, rows, out.correct)
     parts = block_metrics(correct.view_as(blocks.weight), blocks.weight)

@@ -1,7 +1,8 @@
 """The nouns of the pipeline, and the words for their axes.
 
     tok   T tokens of one pack          anc   N anchor slots (one block each) of one pack
-    slot  B slots of one block          row   slots that carry loss, weighted ones first
+    slot  B slots of one block          drafted   its slots 1..B-1
+    row   slots that carry loss, weighted ones first
     tap   tapped target blocks          hid   hidden size of the target and the drafter
     voc   vocabulary                    q     anc * slot, every draft slot of the pack in order
 
@@ -103,9 +104,9 @@ class Features:
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """The drafter's normed output for every draft slot; the target's head reads it."""
+    """The drafter's normed output for slots 1..B-1 of every block; the target's head reads it."""
 
-    hidden: Float[Tensor, "anc slot hid"]
+    hidden: Float[Tensor, "anc drafted hid"]
 
 
 @dataclass(frozen=True, kw_only=True)

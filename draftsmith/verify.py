@@ -144,7 +144,7 @@ def check_logits(subject: Subject, found: Findings) -> None:
     for text, context in _anchors(subject):
         _, states = subject.decoder.run(context, subject.decoder.new_cache())
         features = torch.cat([states[number + 1] for number in taps], dim=-1).float()
-        theirs = subject.decoder.draft(subject.reference, features, int(text[-1]), block)
+        theirs = subject.decoder.draft(subject.reference, features, int(text[-1]), block)[1:]
         slots = torch.full((block,), subject.reference.reading.mask_token_id, device=text.device)
         slots[0] = text[-1]
         with torch.no_grad():

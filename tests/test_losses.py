@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftsmith.losses import frozen_head_loss
+from draftsmith.losses import drafted_rows, frozen_head_loss
 from tests.handmade import document, pack_of, random_embedding, random_features, shape_of, tiny_drafter
 
 ROWS, HIDDEN, VOCAB = 37, 12, 97
@@ -133,7 +133,7 @@ def test_no_rows_give_zero_and_a_finite_zero_gradient():
     draft = drafter(random_features(20, drafter), pack.position, table[pack.blocks.tokens], pack.blocks)
     rows = pack.blocks.rows[: pack.blocks.num_rows]
     out = frozen_head_loss(
-        draft.hidden.flatten(0, 1)[rows], table, pack.blocks.label.flatten()[rows], torch.zeros(0), chunk=8, topk=5
+        drafted_rows(draft, rows), table, pack.blocks.label.flatten()[rows], torch.zeros(0), chunk=8, topk=5
     )
     assert out.total == 0
     out.total.backward()

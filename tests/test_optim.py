@@ -9,7 +9,7 @@ from torch import nn
 from draftsmith.config import OptimOptions
 from draftsmith.drafters.dflash import DFlashDrafter
 from draftsmith.drafters.layers import RMSNorm
-from draftsmith.losses import frozen_head_loss
+from draftsmith.losses import drafted_rows, frozen_head_loss
 from draftsmith.optim import MasterAdamW, learning_rate
 from draftsmith.types import Pack
 from tests.handmade import document, pack_of, random_embedding, random_features, shape_of, tiny_drafter
@@ -206,7 +206,7 @@ def add_gradient(drafter: DFlashDrafter, pack: Pack, first: int) -> torch.Tensor
     draft = drafter(features, pack.position, table[blocks.tokens], blocks)
     rows = blocks.rows[: blocks.num_rows]
     label, weight = blocks.label.flatten()[rows], blocks.weight.flatten()[rows]
-    frozen_head_loss(draft.hidden.flatten(0, 1)[rows], table, label, weight, chunk=64).total.backward()
+    frozen_head_loss(drafted_rows(draft, rows), table, label, weight, chunk=64).total.backward()
     return weight.sum()
 
 

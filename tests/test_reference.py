@@ -59,7 +59,7 @@ def both(drafter: DFlashDrafter, folder: Path, length: int) -> tuple[torch.Tenso
     )
     with torch.no_grad():
         ours = drafter.propose(drafter.project(features, torch.arange(length)), block)
-        theirs = Reference.from_folder(folder).hidden(features, block)
+        theirs = Reference.from_folder(folder).hidden(features, block)[1:]
     return ours, theirs
 
 

@@ -172,8 +172,9 @@ class DFlashDrafter(PreTrainedModel):
         make_mask = flex_mask if embedded.is_cuda else dense_mask
         masks = {kind: make_mask(spans[kind], features.context.shape[0]) for kind in set(self.config.kinds)}
         context = self.project(features.context, context_position)
-        hidden = self._decode(embedded.flatten(0, 1), blocks.position.flatten(), context, masks)
-        return Draft(hidden=hidden.view_as(embedded))
+        slots = embedded.shape[1]
+        hidden = self._decode(embedded.flatten(0, 1), blocks.position.flatten(), context, masks, slots)
+        return Draft(hidden=hidden.unflatten(0, (-1, slots - 1)))
 
     def project(
         self, context: Float[Tensor, "tok tap_hid"], position: Int[Tensor, " tok"]
@@ -187,8 +188,11 @@ class DFlashDrafter(PreTrainedModel):
         self,
         context: list[tuple[Float[Tensor, "tok kv_head dim"], Float[Tensor, "tok kv_head dim"]]],
         embedded: Float[Tensor, "slot hid"],
-    ) -> Float[Tensor, "slot hid"]:
-        """One block of a single document whose context is exactly the cached tokens, as a server drafts it."""
+    ) -> Float[Tensor, "drafted hid"]:
+        """One block of a single document whose context is exactly the cached tokens, as a server drafts it.
+
+        The states of slots 1 and later, which the target's head turns into proposals.
+        """
         start, size = context[0][0].shape[0], embedded.shape[0]
         anchor = torch.tensor([start]).numpy()
         masks = {}
@@ -198,10 +202,10 @@ class DFlashDrafter(PreTrainedModel):
             masks[kind] = dense_mask(spans, start).to(embedded.device)
         position = torch.arange(start, start + size, device=embedded.device)
         with torch.compiler.set_stance("force_eager"):  # lengths differ from call to call
-            return self._decode(embedded, position, context, masks)
+            return self._decode(embedded, position, context, masks, size)
 
-    def _decode(self, x, position, context, masks) -> Float[Tensor, "q hid"]:
+    def _decode(self, x, position, context, masks, slots: int) -> Float[Tensor, "kept hid"]:
         rope = self.rotary(position)
         for layer, kind, keys_values in zip(self.layers, self.config.kinds, context, strict=True):
-            x = layer(x, rope, keys_values, masks[kind])
+            x = layer(x, rope, keys_values, masks[kind], slots if layer is self.layers[-1] else 0)
         return self.norm(x)

@@ -34,6 +34,26 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
+@torch.library.custom_op(
+    "draftsmith::rotary_tables",
+    mutates_args=(),
+    schema="(Tensor position, Tensor frequencies, float scale) -> (Tensor, Tensor)",
+)
+def rotary_tables(position: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, [n, dim] each. An operation of its own because torch.compile would otherwise compute them anew
+    for every head, in every kernel that rotates: 2 % of a step.
+    """
+    angle = position.float()[:, None] * frequencies
+    angle = torch.cat([angle, angle], dim=-1)
+    return angle.cos() * scale, angle.sin() * scale
+
+
+@rotary_tables.register_fake
+def _(position, frequencies, scale):
+    table = frequencies.new_empty(position.shape[0], 2 * frequencies.shape[0])
+    return table, torch.empty_like(table)
+
+
 class Rotary(nn.Module):
     """Cosine and sine tables of rotary positions (arXiv 2104.09864), in fp32 whatever the module is cast to.
 
@@ -53,9 +73,7 @@ class Rotary(nn.Module):
     def forward(self, position: Int[Tensor, " n"]) -> tuple[Float[Tensor, "n dim"], Float[Tensor, "n dim"]]:
         if self.frequencies.device != position.device:
             self.frequencies = self.frequencies.to(position.device)
-        angle = position.float()[:, None] * self.frequencies
-        angle = torch.cat([angle, angle], dim=-1)
-        return angle.cos() * self.scale, angle.sin() * self.scale
+        return rotary_tables(position, self.frequencies, float(self.scale))
 
 
 def rotate(
@@ -65,6 +83,11 @@ def rotate(
     cos, sin = (table[:, None].to(x.dtype) for table in tables)
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-high, low], dim=-1) * sin
+
+
+def drafted(x: Float[Tensor, "q n"], slots: int) -> Float[Tensor, "kept n"]:
+    """Slots 1 and later of each block of so many slots; everything if it is 0."""
+    return x.unflatten(0, (-1, slots))[:, 1:].flatten(0, 1) if slots else x
 
 
 class Attention(nn.Module):
@@ -93,11 +116,12 @@ class Attention(nn.Module):
         rope: tuple[Tensor, Tensor],
         context: tuple[Float[Tensor, "tok kv_head dim"], Float[Tensor, "tok kv_head dim"]],
         mask: Bool[Tensor, "q key"] | BlockMask,
-    ) -> Float[Tensor, "q hid"]:
+        slots: int = 0,
+    ) -> Float[Tensor, "kept hid"]:
         query = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), rope)
         key, value = self.keys_values(x, rope)
         out = attend(query, torch.cat([context[0], key]), torch.cat([context[1], value]), mask)
-        return self.o_proj(out.flatten(1))
+        return self.o_proj(drafted(out.flatten(1), slots))
 
 
 class MLP(nn.Module):
@@ -118,7 +142,8 @@ class DecoderLayer(nn.Module):
     """Pre-norm attention and MLP over draft slots.
 
     `recompute` gives up memory or time: the backward pass computes the MLP, or the whole layer, once more instead of
-    reading what the forward pass kept.
+    reading what the forward pass kept. With `slots`, the number in a block, the layer is the last one: nobody reads
+    what it makes of slot 0, so once attention has read it, it is left out.
     """
 
     recompute: Literal["none", "mlp", "layer"] = "none"
@@ -136,13 +161,14 @@ class DecoderLayer(nn.Module):
         rope: tuple[Tensor, Tensor],
         context: tuple[Float[Tensor, "tok kv_head dim"], Float[Tensor, "tok kv_head dim"]],
         mask: Bool[Tensor, "q key"] | BlockMask,
-    ) -> Float[Tensor, "q hid"]:
+        slots: int = 0,
+    ) -> Float[Tensor, "kept hid"]:
         if self.recompute == "layer":
-            return _again(self._attend_and_feed, x, rope, context, mask)
-        return self._attend_and_feed(x, rope, context, mask)
+            return _again(self._attend_and_feed, x, rope, context, mask, slots)
+        return self._attend_and_feed(x, rope, context, mask, slots)
 
-    def _attend_and_feed(self, x, rope, context, mask) -> Float[Tensor, "q hid"]:
-        x = x + self.self_attn(self.input_layernorm(x), rope, context, mask)
+    def _attend_and_feed(self, x, rope, context, mask, slots) -> Float[Tensor, "kept hid"]:
+        x = drafted(x, slots) + self.self_attn(self.input_layernorm(x), rope, context, mask, slots)
         return x + (_again(self._feed, x) if self.recompute == "mlp" else self._feed(x))
 
     def _feed(self, x: Float[Tensor, "q hid"]) -> Float[Tensor, "q hid"]:

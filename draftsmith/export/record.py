@@ -43,7 +43,7 @@ def _propose(target: HFTarget, drafter: DFlashDrafter, text: Int[Tensor, " n"]) 
     context = drafter.project(features.to(drafter.dtype), torch.arange(len(text) - 1, device=text.device))
     block = torch.full((drafter.config.block_size,), drafter.config.mask_token_id, device=text.device)
     block[0] = text[-1]
-    hidden = drafter.propose(context, target.embed(block).to(drafter.dtype))[1:]
+    hidden = drafter.propose(context, target.embed(block).to(drafter.dtype))
     best = (hidden.to(target.head.dtype) @ target.head.T).float().topk(TOP)
     return {"tokens": best.indices.tolist(), "logits": [[round(v, 4) for v in row] for row in best.values.tolist()]}
 

@@ -10,7 +10,7 @@ import torch
 
 from draftsmith.config import TargetOptions
 from draftsmith.errors import UserError
-from draftsmith.losses import frozen_head_loss
+from draftsmith.losses import drafted_rows, frozen_head_loss
 from draftsmith.shapes import default_layer_ids
 from draftsmith.targets.hf import HFTarget, choose_mask_token, fingerprint, load_target
 from draftsmith.types import Sample
@@ -82,7 +82,7 @@ def loss_and_gradients(target: HFTarget, documents: list[Sample], anchors: list[
     draft = drafter(target.capture(batch), batch.position, target.embed(blocks.tokens), blocks)
     rows = blocks.rows[: blocks.num_rows]
     label, weight = blocks.label.flatten()[rows], blocks.weight.flatten()[rows]
-    total = frozen_head_loss(draft.hidden.flatten(0, 1)[rows], target.head, label, weight, chunk=16).total
+    total = frozen_head_loss(drafted_rows(draft, rows), target.head, label, weight, chunk=16).total
     total.backward()
     return total.detach(), [w.grad for w in drafter.parameters()]
 
