@@ -94,6 +94,8 @@ class Servers:
         self._busy = [0] * len(self.urls)
         self._rested = [0.0] * len(self.urls)
         """When a server that failed may be asked again before others."""
+        self._failed = [0] * len(self.urls)
+        """How often each has failed in a row."""
 
     async def __aenter__(self) -> Servers:
         try:
@@ -130,10 +132,16 @@ class Servers:
         number = min(range(len(self.urls)), key=lambda n: (self._rested[n] > now, self._busy[n], random.random()))
         self._busy[number] += 1
         try:
-            return await self._send("POST", number, "/chat/completions", body)
+            answer = await self._send("POST", number, "/chat/completions", body)
         except _Later:
-            self._rested[number] = time.monotonic() + FIRST_WAIT
+            # At least as long as the row that failed waits, so that the row's next try goes elsewhere: a server that is
+            # down is never busy, and would be everybody's choice.
+            self._rested[number] = time.monotonic() + min(LONGEST_WAIT, FIRST_WAIT * 2 ** self._failed[number])
+            self._failed[number] += 1
             raise
+        else:
+            self._failed[number] = 0
+            return answer
         finally:
             self._busy[number] -= 1
 

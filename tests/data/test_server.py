@@ -306,7 +306,7 @@ def test_several_servers_share_the_work_and_one_may_be_down(options):
         with FakeServer() as gone:
             pass
         other = replace(options, output=options.output + "2")
-        assert run(other, [one, gone], retries=8)["answered"] == 20
+        assert run(other, [one, gone], retries=2)["answered"] == 20  # a row's next try goes elsewhere
 
 
 def test_finish_reasons_are_counted_as_they_are(options):
