@@ -48,6 +48,10 @@ def main(argv: list[str] | None = None) -> None:
     except UserError as error:
         print(f"draftsmith: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except BrokenPipeError:  # the reader of a help text is gone; verbs' own lines are `Console`'s
+        from draftsmith.telemetry import silence
+
+        silence(sys.stdout)
     except KeyboardInterrupt:
         print("draftsmith: interrupted", file=sys.stderr)
         sys.exit(130)

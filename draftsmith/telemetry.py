@@ -15,7 +15,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from draftsmith.errors import EnvironmentFault
 from draftsmith.jsonl import is_line_until
@@ -68,10 +68,13 @@ class MetricsFile:
 
 
 class Console:
-    """Plain lines, or colour and a progress bar when `out` is a terminal. The only place that knows rich."""
+    """Plain lines, or colour and a progress bar when `out` is a terminal. The only place that knows rich.
+
+    A reader that is gone (`| head`, a closed terminal) or a full disk behind `>` ends the lines, never the work.
+    """
 
     def __init__(self, out: io.TextIOBase | None = None):
-        self._out: Any = out or sys.stdout
+        self._out: Any = out or sys.stdout or io.StringIO()  # none: the process was started with it closed
         self._rich: Any = None
         self._bar: Any = None
         if self._out.isatty():
@@ -92,7 +95,7 @@ class Console:
         if self._rich is None:
             self._print(str(text), None)
         else:
-            self._rich.print(text, soft_wrap=True)
+            self._write(lambda: self._rich.print(text, soft_wrap=True))
 
     def marked(self, pieces: Sequence[tuple[str, bool]]) -> None:
         """Print pieces of one text, the true ones marked: green in a terminal, [in brackets] elsewhere."""
@@ -104,7 +107,7 @@ class Console:
         line = Text()
         for text, mark in pieces:
             line.append(clean(text), style="green" if mark else None)
-        self._rich.print(line, soft_wrap=True)
+        self._write(lambda: self._rich.print(line, soft_wrap=True))
 
     def warn(self, text: str) -> None:
         """Print one line that stands out."""
@@ -140,9 +143,26 @@ class Console:
         encoding = self._out.encoding or "utf-8"
         text = text.encode(encoding, "backslashreplace").decode(encoding)  # an ASCII locale must not end a run
         if self._rich is None:
-            print(text, file=self._out, flush=True)
+            self._write(lambda: print(text, file=self._out, flush=True))
         else:
-            self._rich.print(text, style=style, soft_wrap=True)
+            self._write(lambda: self._rich.print(text, style=style, soft_wrap=True))
+
+    def _write(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except OSError as error:
+            self._rich, self._bar = None, None
+            if isinstance(self._out, io.TextIOWrapper):
+                silence(self._out)
+            if not isinstance(error, BrokenPipeError) and sys.stderr is not None:
+                print(f"draftsmith: nothing more is printed ({error}); the work goes on", file=sys.stderr)
+
+
+def silence(stream: TextIO) -> None:
+    """Lead what is written from now on, and what waits to be, to nowhere; Python would try again when it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 class Silent(Console):

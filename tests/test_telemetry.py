@@ -174,6 +174,29 @@ def test_ascii_terminal_does_not_end_the_run():
     assert out.read() == "gr\\xf6\\xdfe\n"
 
 
+SAYING = {
+    "plan": "from draftsmith.cli import main; main('plan --target.path Qwen/Qwen3-8B --gpus 1'.split())",
+    "much": "from draftsmith.telemetry import Console; c = Console(); [c.say('x' * 5000) for _ in range(99)]",
+}
+
+
+@pytest.mark.parametrize("program", SAYING.values(), ids=SAYING)
+@pytest.mark.parametrize(("to", "said"), [("| head -c 1", ""), (">&-", ""), ("> /dev/full", "the work goes on")])
+def test_a_console_that_is_gone_does_not_end_the_work(program, to, said):
+    program += "; import sys; print('done', file=sys.stderr)"
+    command = ["bash", "-c", f'"{sys.executable}" -c "{program}" {to}; exit ${{PIPESTATUS[0]}}']
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stderr.endswith("done\n"), done.stderr
+    assert "Traceback" not in done.stderr and "ignored" not in done.stderr and said in done.stderr
+
+
+def test_a_help_text_that_nobody_reads_is_no_fault():
+    program = "from draftsmith.cli import main; main(['--help'])"
+    command = ["bash", "-c", f'"{sys.executable}" -c "{program}" | true; exit ${{PIPESTATUS[0]}}']
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_rich_is_not_imported_for_a_file():
     script = (
         "import sys; from draftsmith.telemetry import Console; c = Console(); c.step({'step': 1, 'steps': 2}); "
