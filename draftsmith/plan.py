@@ -81,7 +81,9 @@ class Case:
             layer_ids=command.target.layer_ids,
             width=4 if wide else 2,
         )
-        self.seconds = {stage: figures.seconds(stage, self.shape) for stage in STAGES}
+        used = _options(command)
+        self.seconds = {stage: figures.seconds(stage, self.shape, used) for stage in STAGES}
+        self.unknown = [name for name in used if name not in figures.options]
         if command.layout == "offline":
             self.seconds["target"] = (0.0, "features from disk, after the first epoch")
         self.network: Network = figures.network(command.gpus_per_host)
@@ -158,11 +160,8 @@ class Case:
         yield f"step         {packs} packs of {shape.tokens:,} tokens and {shape.anchors:,} anchors"
         for stage, (seconds, how) in self.seconds.items():
             yield f"{stage:<13}{seconds:.4f} s a {'step' if stage == 'optimizer' else 'pack'}: {how}"
-        command = self.command
-        faster = {"target.fp8": command.target.fp8, "drafter.fp8": command.drafter.fp8, "loss.fp8": command.loss.fp8}
-        faster |= {"recompute": command.recompute != "none", "optim.kind": command.optim.kind != "adamw"}
-        if not_in_seconds := ", ".join(name for name, used in faster.items() if used):
-            yield f"             not in these seconds: {not_in_seconds}"
+        if self.unknown:
+            yield f"             not in these seconds: {', '.join(self.unknown)}"
 
     def traffic(self, roles: Roles) -> Iterator[str]:
         """Buffers, and bytes per second where something is sent."""
@@ -243,6 +242,18 @@ class Case:
                 yield f"The best split, {split}, comes to {share:.0%}."
             idle = one.drafter_wait + one.sum_wait
             yield f"Of {split}, targets have no work for {one.target_wait:.0%} of their time, drafters for {idle:.0%}."
+
+
+def _options(command: PlanCommand) -> list[str]:
+    """Those in use that change what a stage takes."""
+    chosen = {
+        "target.fp8": command.target.fp8,
+        "loss.fp8": command.loss.fp8,
+        "drafter.fp8": command.drafter.fp8,
+        f"recompute {command.recompute}": command.recompute != "none",
+        f"optim.kind {command.optim.kind}": command.optim.kind != "adamw",
+    }
+    return [name for name, used in chosen.items() if used]
 
 
 def splits(world: int, gpus_per_host: int, ranks: int, balance: float) -> list[int]:

@@ -118,8 +118,10 @@ class Shape:
         seen = sum(
             min(DOCUMENT / 2, window if kind == "sliding_attention" else DOCUMENT) + own.block_size for kind in types
         )
+        per_slot = (2 * hidden * (query + kv) + 3 * hidden * ffn) * own.num_layers
+        unread = hidden * query + 3 * hidden * ffn  # what the last layer would make of slot 0
         return float(
-            6 * (2 * hidden * (query + kv) + 3 * hidden * ffn) * own.num_layers * slots
+            6 * (per_slot * slots - unread * self.anchors)
             + 4 * len(self.taps) * hidden * hidden * self.tokens
             + 12 * hidden * kv * own.num_layers * self.tokens
             + 14 * query * seen * slots

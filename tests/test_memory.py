@@ -90,5 +90,5 @@ def test_sizes_come_from_recipe_and_configs():
 
 def test_description_names_the_parts_and_their_sum():
     line = describe(breakdown(LARGE))
-    assert line.startswith("80.9 GiB (weights 3.1, masters 3.9, optimizer 7.8, features 1.9, activations 55.2, ")
+    assert line.startswith("80.9 GiB (weights 3.1, masters 3.9, optimizer 7.8, features 1.9, activations 54.9, ")
     assert "fp8" not in line and "target" not in line  # parts of nothing are left out

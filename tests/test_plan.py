@@ -198,7 +198,7 @@ def test_no_torch_is_imported():
 def test_memory_decides_what_is_possible(capsys):
     words = ("plan", "--target.path", "Qwen/Qwen3.5-27B", "--gpus", "8", "--optim.packs_per_step", "24")
     text = said(capsys, *words, "--layout", "split", "--pipeline.targets", "5")
-    assert re.search(r"8 colocated .* needs 171 GiB of 139", text)
+    assert re.search(r"8 colocated .* needs 170 GiB of 139", text)
     assert "best: 5 + 3." in text and "Colocated is not possible, see above; smaller packs" in text
     assert "memory       on a drafter 127." in text
     slots = 2 * 3 * 49_152 * 5 * 5_120 * 2 / 2**30
@@ -215,8 +215,26 @@ def test_the_documentation_shows_real_output(capsys):
 
 
 def test_options_that_no_figure_covers_are_named(capsys):
-    text = said(capsys, *EIGHT, "--target.fp8", "True", "--recompute", "mlp", "--gpus", "1")
-    assert "not in these seconds: target.fp8, recompute\n" in text
+    text = said(capsys, *EIGHT, "--target.fp8", "True", "--optim.kind", "muon", "--gpus", "1")
+    assert "not in these seconds: optim.kind muon\n" in text
+
+
+def test_options_change_the_seconds_by_what_was_measured(capsys):
+    """All of FP8, colocated: the simulator against the run of benchmarks/results/colocated-NVIDIA_H200.json."""
+    figures = read_figures("")
+    seconds, how = figures.seconds("drafter", shape(), ["loss.fp8", "target.fp8"])
+    assert seconds == pytest.approx(figures.rows["drafter"]["seconds"] * figures.options["loss.fp8"]["factor"])
+    assert how == "measured, x 0.901 for loss.fp8"
+    options = ("--target.fp8", "True", "--loss.fp8", "True", "--drafter.fp8", "True")
+    text = said(capsys, "plan", "--target.path", "Qwen/Qwen3-8B", "--gpus", "1", *options)
+    rate = float(re.search(r"expected +([\d,]+) tokens/s", text)[1].replace(",", ""))
+    rows = json.loads((RESULTS / "colocated-NVIDIA_H200.json").read_text())["rows"]
+    measured = next(row["budget_tokens_per_s"] for row in rows if row["fp8"] == "target drafter head")
+    assert rate == pytest.approx(measured, rel=0.06)
+    step = json.loads((RESULTS / "step-NVIDIA_H200.json").read_text())["rows"]
+    at = {row["fp8"]: row["seconds_median"] for row in step if (row["tokens"], row["compile"]) == (16_384, "on")}
+    assert figures.options["loss.fp8"]["factor"] == pytest.approx(at["head"] / at["none"], rel=0.01)
+    assert figures.options["drafter.fp8"]["factor"] == pytest.approx(at["drafter head"] / at["head"], rel=0.01)
 
 
 # Mistakes

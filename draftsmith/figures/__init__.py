@@ -2,13 +2,14 @@
 
 A file has the form of the benchmarks' results. A row names its `stage`: target, drafter (seconds a pack), optimizer
 (seconds a step), "send within a host", "sum within a host", "send between hosts" (bytes_per_s, latency). Seconds with
-a `target` are scaled by floating-point operations to other shapes; without one they are the recipe's own.
+a `target` are scaled by floating-point operations to other shapes; without one they are the recipe's own. Both are
+without the options that change a stage's speed, whose factors on the same machine are the package's.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -28,11 +29,21 @@ class Figures:
     device: str
     memory_gib: float
     rows: Mapping[str, Mapping[str, Any]]
+    options: Mapping[str, Mapping[str, Any]]
+    """What an option does to the seconds of a stage, by name: a factor."""
     targets: Mapping[str, Mapping[str, Any]]
     """The config of known targets, by name."""
 
-    def seconds(self, stage: str, shape: Shape) -> tuple[float, str]:
-        """What a stage takes, and how that is known."""
+    def seconds(self, stage: str, shape: Shape, used: Sequence[str] = ()) -> tuple[float, str]:
+        """What a stage takes with the options in use, and how that is known."""
+        seconds, how = self._plain_seconds(stage, shape)
+        for name in used:
+            if name in self.options and self.options[name]["stage"] == stage:
+                factor = self.options[name]["factor"]
+                seconds, how = seconds * factor, f"{how}, x {factor} for {name}"
+        return seconds, how
+
+    def _plain_seconds(self, stage: str, shape: Shape) -> tuple[float, str]:
         row = self.rows[stage]
         how, name = row.get("how", "measured"), row.get("target")
         if name is None:
@@ -107,4 +118,4 @@ def read_figures(path: str) -> Figures:
             raise UserError(
                 f"figures {path}: target {row['target']!r} is not one of {', '.join(own['targets'])}; leave it out"
             )
-    return Figures(device=device, memory_gib=float(memory), rows=rows, targets=own["targets"])
+    return Figures(device=device, memory_gib=float(memory), rows=rows, options=own["options"], targets=own["targets"])
