@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.visibility import TILE, dense_mask, intervals, tile_lists
+from draftsmith.visibility import TILE, dense_mask, intervals, listed, tile_lists
 
 BLOCK = 4
 NUM_CONTEXT = 40
@@ -135,3 +135,8 @@ def as_table(num: torch.Tensor, listed: torch.Tensor) -> torch.Tensor:
         assert numbers[:count] == sorted(numbers[:count]) and numbers[count:] == sorted(numbers[count:])
         table[row, numbers[:count]] = True
     return table
+
+
+def test_listing_is_a_well_made_operation():
+    """What torch.compile is told of it (schema, shapes, types) is true."""
+    torch.library.opcheck(listed, (torch.rand(6, 9) > 0.5,))

@@ -9,8 +9,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from draftsmith.config import DFlashOptions
 from draftsmith.drafters.attention import attend
 from draftsmith.drafters.dflash import DFlashConfig, DFlashDrafter, build_config, config_json
+from draftsmith.drafters.layers import drafted, rotary_tables
 from draftsmith.errors import UserError
 from draftsmith.types import Features
+from draftsmith.visibility import dense_mask
 from tests.handmade import (
     MASK,
     document,
@@ -330,3 +332,25 @@ def test_bfloat16_drafter_stays_bfloat16():
     half = draft(drafter.to(torch.bfloat16), pack, context.bfloat16(), embedded.bfloat16())
     assert half.dtype == torch.bfloat16
     assert (half.float() - exact).norm() < 0.05 * exact.norm()
+
+
+def test_rotary_tables_are_a_well_made_operation():
+    """What torch.compile is told of it (schema, shapes, types) is true."""
+    torch.library.opcheck(rotary_tables, (torch.tensor([0, 1, 7, 40_000]), torch.rand(8), 1.5))
+
+
+@pytest.mark.parametrize("block_size", [2, 5])
+def test_the_last_layer_makes_what_it_made_with_slot_0(block_size):
+    """Leaving slot 0 out after attention changes nothing for the other slots, nor any gradient."""
+    drafter, pack, context, embedded = scene([40], [[3, 9, 30]], block_size=block_size)
+    found = []
+    for slots in (block_size, 0):
+        drafter.zero_grad()
+        masks = {"full_attention": dense_mask(pack.blocks.full, 40)}
+        projected = drafter.project(context, pack.position)
+        out = drafter._decode(embedded.flatten(0, 1), pack.blocks.position.flatten(), projected, masks, slots)
+        out = out if slots else drafted(out, block_size)
+        (out**2).sum().backward()
+        found.append([out, *(weight.grad for weight in drafter.parameters())])
+    for short, whole in zip(*found, strict=True):
+        torch.testing.assert_close(short, whole, rtol=1e-4, atol=1e-5)
