@@ -21,12 +21,12 @@ from typing import Literal
 import torch
 from safetensors.torch import load_file, save_file
 
+from draftsmith.checks import choose_device
 from draftsmith.commands import VerifyCommand
 from draftsmith.config import TargetOptions
 from draftsmith.data import loader
 from draftsmith.export.folder import measure
 from draftsmith.findings import Findings
-from draftsmith.job import choose_device
 from draftsmith.targets import load_target
 from draftsmith.verify import verify_folder
 from tests.overfit import make_export, make_target

@@ -10,6 +10,7 @@ from typing import Any
 
 from draftsmith import commands
 from draftsmith.adopt import adopt
+from draftsmith.checks import choose_device
 from draftsmith.config import EvaluationOptions
 from draftsmith.data.prompts import read_prompts
 from draftsmith.data.sources import open_source
@@ -20,7 +21,6 @@ from draftsmith.evaluate import chat_arguments, make_cases, warm_up
 from draftsmith.evaluate import evaluate as measure
 from draftsmith.export.folder import measure as measure_file
 from draftsmith.findings import CheckFailed
-from draftsmith.job import choose_device
 from draftsmith.results import rescore, sample_of, score, write_evaluation
 from draftsmith.run import versions
 from draftsmith.targets import HFTarget

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from torch import Tensor
 from draftsmith.anchors import BlockShape, default_gamma
 from draftsmith.capture import captured_features
 from draftsmith.checkpoint import Checkpoint, load
+from draftsmith.checks import check_tiles
 from draftsmith.config import Recipe
 from draftsmith.data.dataset import tokenizer_fingerprint
 from draftsmith.data.loader import PackBuilder, pack_stream
@@ -42,7 +42,6 @@ from draftsmith.targets.hf import choose_mask_token, load_tokenizer, read_config
 from draftsmith.targets.remote import RemoteTarget
 from draftsmith.telemetry import Console
 from draftsmith.types import Features, Pack
-from draftsmith.visibility import TILE
 
 SCALE_PACKS = 4  # packs from which the channels' sizes are estimated
 
@@ -204,80 +203,6 @@ def receive_target(recipe: Recipe, ranks: Ranks) -> tuple[RemoteTarget, Float[Te
         head=head,
     )
     return remote, size
-
-
-def check_recipe(recipe: Recipe) -> None:
-    """Combinations that cannot work, or options that would have no effect. Raises UserError."""
-    optim, pack = recipe.optim, recipe.pack
-    if not recipe.data.prepared and not recipe.data.mix:
-        raise UserError("data.prepared is not given, nor data.mix; make a prepared folder with `draftsmith prepare`")
-    if (optim.noise == "none") != (optim.noise_scale == 0):
-        raise UserError(
-            f"optim.noise is {optim.noise!r} and optim.noise_scale is {optim.noise_scale}; give both or neither"
-        )
-    if recipe.drafter.block_size > pack.tokens:
-        raise UserError(
-            f"drafter.block_size {recipe.drafter.block_size} is larger than pack.tokens {pack.tokens}; "
-            "lower the former or raise the latter"
-        )
-    positive = {
-        "pack.tokens": pack.tokens,
-        "pack.anchors": pack.anchors,
-        "pack.anchors_per_document": pack.anchors_per_document,
-        "pack.anchor_density": pack.anchor_density,
-        "pack.window": pack.window,
-        "optim.lr": optim.lr,
-        "optim.clip": optim.clip,
-        "optim.epochs": optim.epochs,
-        "optim.packs_per_step": optim.packs_per_step,
-        "loss.chunk": recipe.loss.chunk,
-        "log.every": recipe.log.every,
-        "checkpoint.every": recipe.checkpoint.every,
-        "evaluation.every": recipe.evaluation.every,
-        "evaluation.limit": recipe.evaluation.limit,
-        "evaluation.max_new_tokens": recipe.evaluation.max_new_tokens,
-        "drafter.num_layers": recipe.drafter.num_layers,
-        "pipeline.queue_depth": recipe.pipeline.queue_depth,
-        "pipeline.hang_seconds": recipe.pipeline.hang_seconds,
-    }
-    for name, value in positive.items():
-        if value <= 0:
-            raise UserError(f"{name} is {value}; it must be greater than 0")
-    for name in ("max_restarts", "trace"):
-        if (value := getattr(recipe.pipeline, name)) < 0:
-            raise UserError(f"pipeline.{name} is {value}; it must be 0 or more")
-    if recipe.checkpoint.keep < 2:
-        raise UserError(f"checkpoint.keep is {recipe.checkpoint.keep}; at least 2 are kept, so that one can be damaged")
-    if optim.steps is not None and optim.steps <= 0:
-        raise UserError(f"optim.steps is {optim.steps}; it must be greater than 0")
-    if recipe.loss.gamma is not None and recipe.loss.gamma <= 0:
-        raise UserError(f"loss.gamma is {recipe.loss.gamma}; it must be greater than 0")
-
-
-def check_tiles(recipe: Recipe) -> None:
-    """A GPU's attention works on whole tiles. Raises UserError naming the nearest budgets that fit."""
-    budgets = {"pack.tokens": (recipe.pack.tokens, TILE)}
-    slots = recipe.pack.anchors * recipe.drafter.block_size
-    budgets["pack.anchors"] = (recipe.pack.anchors, TILE // math.gcd(TILE, recipe.drafter.block_size))
-    for name, (value, unit) in budgets.items():
-        if value % unit:
-            raise UserError(
-                f"{name} is {value}; on a GPU it must be a multiple of {unit} (attention works on tiles of {TILE}, and "
-                f"the blocks are {slots} slots); use {value // unit * unit or unit} or {(value // unit + 1) * unit}"
-            )
-
-
-def choose_device(wanted: str) -> torch.device:
-    available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
-        raise UserError("device is 'cuda' but torch finds no CUDA device; use 'cpu' or 'auto'")
-    if wanted == "cpu" or not available:
-        return torch.device("cpu")
-    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local >= count:
-        raise UserError(f"process {local} of this host has no GPU: there are {count}; start no more than {count}")
-    torch.cuda.set_device(local)
-    return torch.device("cuda", local)
 
 
 def block_shape(recipe: Recipe, config) -> BlockShape:

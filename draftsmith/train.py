@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftsmith.acceptance import block_metrics
+from draftsmith.checks import check_recipe, choose_device
 from draftsmith.compile import allow_compiling
 from draftsmith.config import Recipe
 from draftsmith.data.loader import PackOrder, pack_stream
@@ -28,11 +29,12 @@ from draftsmith.evaluate import is_due
 from draftsmith.features.wire import Receiver
 from draftsmith.fp8 import Head
 from draftsmith.graph import StepGraphs
-from draftsmith.job import Job, build_job, check_recipe, choose_device
+from draftsmith.job import Job, build_job
+from draftsmith.joining import join
 from draftsmith.losses import drafted_rows, frozen_head_loss
 from draftsmith.optim import learning_rate
 from draftsmith.randomness import keyed_seed
-from draftsmith.ranks import Ranks, alone, join, started_by_launcher
+from draftsmith.ranks import Ranks, alone, started_by_launcher
 from draftsmith.report import Progress, Report
 from draftsmith.roles import roles_of
 from draftsmith.run import decisive, refuse_other_recipe, versions

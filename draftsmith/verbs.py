@@ -14,6 +14,7 @@ import torch
 from draftsmith import commands, config
 from draftsmith.anchors import BlockShape, build_blocks, default_gamma, draw_anchors
 from draftsmith.checkpoint import Checkpoint
+from draftsmith.checks import check_recipe, choose_device
 from draftsmith.data.cache import Cache
 from draftsmith.data.chat import prompt_tokens, render_prompt
 from draftsmith.data.dataset import PreparedDataset, open_prepared, tokenizer_fingerprint
@@ -32,7 +33,6 @@ from draftsmith.export.publish import publish
 from draftsmith.export.record import synthetic_prompts
 from draftsmith.export.serve import serve_commands, vllm_remarks
 from draftsmith.findings import CheckFailed, conclude
-from draftsmith.job import check_recipe, choose_device
 from draftsmith.launch import launch, number_of_processes, started_by_us
 from draftsmith.on_policy import check_target, describe_agreement
 from draftsmith.preview import (

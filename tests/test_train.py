@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftsmith import checkpoint, job
+from draftsmith import checkpoint
+from draftsmith.checks import check_recipe
 from draftsmith.config import Recipe
 from draftsmith.data.dataset import PreparedDataset
 from draftsmith.errors import DataError, Diverged, EnvironmentFault, UserError
@@ -307,4 +308,4 @@ def test_norms_move_in_fp32(overfitted):
 def test_options_without_effect_are_refused(recipe):
     for changed in (with_options(recipe, "optim", noise="uniform"), with_options(recipe, "optim", noise_scale=0.1)):
         with pytest.raises(UserError, match=r"optim\.noise"):
-            job.check_recipe(changed)
+            check_recipe(changed)
