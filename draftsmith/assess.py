@@ -11,7 +11,7 @@ from typing import Any
 from draftsmith import commands
 from draftsmith.adopt import adopt
 from draftsmith.checks import choose_device
-from draftsmith.config import EvaluationOptions
+from draftsmith.config import EvaluationOptions, TargetOptions
 from draftsmith.data.prompts import read_prompts
 from draftsmith.data.sources import open_source
 from draftsmith.data.suites import Suite, read_suite
@@ -53,6 +53,10 @@ def evaluate(command: commands.EvaluateCommand) -> None:
         raise UserError("give either the folder of a run, or --drafter FOLDER with --target.path")
     if command.run:
         require_run(command.run)
+        if idle := [k for k, v in vars(command.target).items() if k != "path" and v != getattr(TargetOptions(), k)]:
+            raise UserError(
+                f"target.{idle[0]} has no effect here: it is as in the recipe of {command.run}; leave it out"
+            )
     suites = choose_suites(command)
     contender = open_contender(command, suites, console)
     reports, samples = {}, []
@@ -92,7 +96,9 @@ def choose_suites(command: commands.EvaluateCommand) -> list[Suite]:
 def open_contender(command: commands.EvaluateCommand, suites: list[Suite], console: Console) -> Contender:
     options, seed, facts = command.evaluation, 0, {}
     if command.run:
-        recipe, target, drafter, found = open_run(command.run, command.checkpoint, command.device, console)
+        recipe, target, drafter, found = open_run(
+            command.run, command.checkpoint, command.device, command.target.path, console
+        )
         seed, name, arguments = recipe.seed, f"{found.path.name} of {command.run}", chat_arguments(options, recipe.data)
         facts = {"checkpoint": found.path.name, "fingerprints": found.facts.get("fingerprints", {})}
     else:

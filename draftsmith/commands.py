@@ -78,6 +78,12 @@ class PlanCommand(Recipe):  # a recipe with all its options, so that any `train`
 
 
 @dataclass(frozen=True, kw_only=True)
+class Place:
+    path: str = ""
+    """Where the run's target lies now, if it has moved. Empty: where the run's recipe says."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluateCommand:
     """Decode held-out prompts with and without the drafter; report the acceptance length."""
 
@@ -88,7 +94,7 @@ class EvaluateCommand:
     drafter: str = ""
     """Instead of a run: any drafter's folder, z-lab or Speculators layout (with --target.path)."""
     target: TargetOptions = field(default_factory=TargetOptions)
-    """For --drafter only; a run knows its target."""
+    """Of --drafter. A run knows its target; there target.path says where it lies now, if it has moved."""
     suite: tuple[str, ...] = ()
     """Instead of evaluation.prompts: humaneval, mt-bench, champ, ifbench, or a JSONL file; several are allowed. Of
     each, evaluation.limit prompts, drawn by a hash of their ids."""
@@ -116,6 +122,7 @@ class ExportCommand:
     """SPDX id for the model card; left out if not given."""
     recorded_prompts: int = 4
     """Held-out prompts whose tokens and answers go into draftsmith.json, for `verify`. 0: random text instead."""
+    target: Place = field(default_factory=Place)
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
@@ -156,6 +163,7 @@ class GenerateCommand:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    target: Place = field(default_factory=Place)
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -112,6 +113,8 @@ def build_job(recipe: Recipe, ranks: Ranks, console: Console) -> Job:
     if recipe.init and not any((Path(recipe.run) / "checkpoints").glob("step-*")):
         warm_start(drafter, Path(recipe.init))  # before the run folder exists, so that a mistake leaves none behind
     prints = {"data": plan.fingerprint, "target": target.fingerprint, "tokenizer": tokenizer_hash}
+    if any(part.weight != 1 for part in dataset.parts):  # the recipe names them by folder, and folders may move
+        prints["mix"] = hashlib.sha256(json.dumps([part.weight for part in dataset.parts]).encode()).hexdigest()
     run = RunFolder(recipe, prints, console.warn) if ranks.is_first else None
     try:
         return _assemble(recipe, ranks, run, target, builder, inputs, drafter, channel_size, console)

@@ -7,7 +7,7 @@
     RUN/results.json     written at the end
 
 The same command in the same folder continues the run. Another recipe is refused, with the difference; so are other
-data, another target or another tokenizer.
+data, another target or another tokenizer. Where those lie does not matter: fingerprints say whether they are the same.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -52,6 +53,11 @@ FREE = (
     "data.workers",
     "data.conversations",
 )
+GUARDED = ("target.path", "target.revision", "data.")
+"""May differ too: the fingerprints of target, data and tokenizer tell whether what lies there is the same."""
+NOT_GUARDED = ("data.mix", "data.caps", "data.overlong", "data.split_context")
+"""What `train` itself does with the data. Of data.mix the weights; its folders have fingerprints."""
+DECISIVE_VERSIONS = ("draftsmith", "torch", "transformers")
 MAX_FAILED_SAVES = 3
 
 
@@ -69,14 +75,16 @@ class RunFolder:
         refuse_other_recipe(recipe)
         self.generation = checkpoint.claim(self.path)
         _replace_text(self.path / "recipe.toml", to_toml(recipe))
-        self.last = checkpoint.newest_valid(self.checkpoints, run_id=self.run_id, report=warn)
+        self.last = checkpoint.newest_valid(self.checkpoints, report=warn)
         if self.last is None and any(self.checkpoints.glob("step-*")):
             raise UserError(
                 f"none of the checkpoints in {self.checkpoints} is intact (see the warnings); restore one, or move the "
                 "folder away to begin anew"
             )
         if self.last:
+            self._refuse_other_checkpoint(self.last)
             self._refuse_other_inputs(self.last.facts["fingerprints"])
+            self._compare_versions(self.last.facts.get("versions", {}))
         self.step = self.last.step if self.last else 0
         ledger = self.path / "ledger.jsonl"
         self.ledger = Ledger.resume(ledger, self.step, self.last.facts["ledger"]) if self.last else Ledger(ledger)
@@ -84,8 +92,10 @@ class RunFolder:
 
     @property
     def run_id(self) -> str:
-        """Follows from what decides the weights, so it survives a move of the folder."""
-        return hashlib.sha256(json.dumps(decisive(self.recipe), sort_keys=True).encode()).hexdigest()[:16]
+        """As the checkpoints have it; at first it follows from what decides the weights."""
+        if self.last:
+            return self.last.run_id
+        return hashlib.sha256(json.dumps(decisive(flat(self.recipe)), sort_keys=True).encode()).hexdigest()[:16]
 
     def record_step(self, step: int, lane: Sequence[tuple[int, int]], sample_ids: Sequence[str]) -> None:
         """Add a step to the ledger. Raises Superseded when another process owns the run by now."""
@@ -132,13 +142,29 @@ class RunFolder:
         self.ledger.close()
         self.metrics.close()
 
+    def _refuse_other_checkpoint(self, last: Checkpoint) -> None:
+        """The folder's recipe may have been edited since, or the checkpoint be of another run."""
+        before = tomllib.loads(last.document("recipe.toml"))
+        if lines := differences(flatten(before), flat(self.recipe)):
+            raise UserError(
+                f"checkpoint {last.path} was trained with another recipe ({lines}); continue with its values or choose "
+                "another run folder"
+            )
+
     def _refuse_other_inputs(self, before: dict[str, str]) -> None:
-        changed = [name for name, value in self.fingerprints.items() if before.get(name) != value]
+        changed = [name for name, value in self.fingerprints.items() if before.get(name, value) != value]
         if changed:
             raise UserError(
                 f"run folder {self.path} was trained with another {' and '.join(changed)} than this recipe finds now; "
                 "restore the former or choose another run folder"
             )
+
+    def _compare_versions(self, before: dict[str, str]) -> None:
+        now = versions()
+        names = [name for name in DECISIVE_VERSIONS if before.get(name, now[name]) != now[name]]
+        if names:
+            lines = ", ".join(f"{name} {before[name]}, now {now[name]}" for name in names)
+            self._warn(f"the last checkpoint was made with {lines}: the same steps may round differently from here on")
 
 
 def refuse_other_recipe(recipe: Recipe) -> None:
@@ -155,20 +181,43 @@ def refuse_other_recipe(recipe: Recipe) -> None:
         before = flatten(tomllib.loads(known.read_text()))
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{known} is damaged ({error}); restore it or choose another run folder") from error
-    now = decisive(recipe)
-    before = {k: v for k, v in before.items() if not k.startswith(FREE)}
-    differing = sorted(k for k in now.keys() | before.keys() if now.get(k) != before.get(k))
-    if differing:
-        lines = "; ".join(f"{k}: {before.get(k, 'unset')} there, {now.get(k, 'unset')} here" for k in differing)
+    if lines := differences(before, flat(recipe)):
         raise UserError(
             f"run folder {folder} belongs to another recipe ({lines}); choose another run folder, or continue that "
             f"run with: draftsmith train {known}"
         )
 
 
-def decisive(recipe: Recipe) -> dict[str, object]:
-    """The options that decide the weights, flat."""
-    return {k: v for k, v in flatten(tomllib.loads(to_toml(recipe))).items() if not k.startswith(FREE)}
+def flat(recipe: Recipe) -> dict[str, Any]:
+    """All options of a recipe, as its TOML has them."""
+    return flatten(tomllib.loads(to_toml(recipe)))
+
+
+def agreed(options: dict[str, Any]) -> dict[str, Any]:
+    """The options in which all processes of a run agree: those that decide a weight, and where the inputs lie."""
+    return {name: value for name, value in options.items() if not name.startswith(FREE)}
+
+
+def decisive(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that decide the weights. One that an earlier release did not have has its default."""
+    options = agreed(flat(Recipe()) | options)
+    options["data.mix"] = [_weight(text) for text in options["data.mix"]]
+    return {name: value for name, value in options.items() if name in NOT_GUARDED or not name.startswith(GUARDED)}
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """What decides weights and differs between the options of two recipes; empty if nothing does."""
+    before, now = decisive(before), decisive(now)
+    differing = sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name))
+    return "; ".join(f"{name}: {before.get(name, 'unset')} there, {now.get(name, 'unset')} here" for name in differing)
+
+
+def _weight(text: str) -> float:
+    """Of FOLDER or FOLDER=WEIGHT."""
+    try:
+        return float(text.rpartition("=")[2])
+    except ValueError:
+        return 1.0
 
 
 def find_checkpoint(run: Path, name: str, warn: Callable[[str], None]) -> Checkpoint:

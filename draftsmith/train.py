@@ -37,7 +37,7 @@ from draftsmith.randomness import keyed_seed
 from draftsmith.ranks import Ranks, alone, started_by_launcher
 from draftsmith.report import Progress, Report
 from draftsmith.roles import roles_of
-from draftsmith.run import decisive, refuse_other_recipe, versions
+from draftsmith.run import agreed, flat, refuse_other_recipe, versions
 from draftsmith.signals import StopRequest
 from draftsmith.speed import check_speed
 from draftsmith.supply import supply
@@ -77,7 +77,7 @@ def take_part(recipe: Recipe) -> AbstractContextManager[Ranks]:
     device = choose_device(recipe.device)
     if not started_by_launcher():
         return nullcontext(alone(device, options.hang_seconds))
-    facts = {name: str(value) for name, value in decisive(recipe).items()} | versions()
+    facts = {name: str(value) for name, value in agreed(flat(recipe)).items()} | versions()
     return join(roles, device, facts, hang_seconds=options.hang_seconds)
 
 

@@ -169,7 +169,9 @@ def export(command: commands.ExportCommand) -> None:
 
 def export_run(command: commands.ExportCommand, console: Console) -> tuple[Path, str]:
     """Write the exports; returns the first one's folder and the target's path."""
-    recipe, target, drafter, found = open_run(command.run, command.checkpoint, command.device, console)
+    recipe, target, drafter, found = open_run(
+        command.run, command.checkpoint, command.device, command.target.path, console
+    )
     layouts = list(EXPORTS) if command.to == "all" else [command.to]
     parent = Path(command.output) if command.output else Path(command.run) / "export"
     single = command.output and command.to != "all"
@@ -241,7 +243,9 @@ def recorded_prompts(recipe: config.Recipe, target: HFTarget, command: commands.
 
 def generate(command: commands.GenerateCommand) -> None:
     console = Console()
-    recipe, target, drafter, found = open_run(command.run, command.checkpoint, command.device, console)
+    recipe, target, drafter, found = open_run(
+        command.run, command.checkpoint, command.device, command.target.path, console
+    )
     arguments = chat_arguments(recipe.evaluation, recipe.data)
     prompt = render_prompt(target.tokenizer, [{"role": "user", "content": command.prompt}], arguments=arguments)
     decoded = decode_speculative(
@@ -276,14 +280,24 @@ def require_run(run: str) -> Path:
 
 
 def open_run(
-    run: str, name: str, device: str, console: Console
+    run: str, name: str, device: str, place: str, console: Console
 ) -> tuple[config.Recipe, HFTarget, DFlashDrafter, Checkpoint]:
-    """A run's recipe, its target, and the drafter of one of its checkpoints."""
+    """A run's recipe, its target (at `place`, if it has moved), and the drafter of one of its checkpoints."""
     folder = require_run(run)
     recipe = read_recipe(str(folder / "recipe.toml"))
+    if place:
+        recipe = replace(recipe, target=replace(recipe.target, path=place, revision=None))
     found = find_checkpoint(folder, name, console.warn)
     drafter_class, _ = DRAFTERS[recipe.drafter.kind]
-    drafter = drafter_class.from_files(found.document("config.json"), found.tensors("model"))
+    weights = found.tensors("model")
+    drafter = drafter_class.from_files(found.document("config.json"), weights)
     options = replace(recipe.target, layer_ids=tuple(drafter.config.target_layer_ids))
     target = load_target(options, choose_device(device))
+    recorded = found.facts.get("fingerprints", {}).get("target", target.fingerprint).removesuffix("-fp8")
+    comparable = next(iter(weights.values())).dtype == target.head.dtype  # fingerprints are of the weights as loaded
+    if comparable and recorded != target.fingerprint:
+        message = f"the target in {recipe.target.path} is not the one that {run} was trained for (other fingerprint)"
+        if place:
+            raise UserError(f"{message}; give the place of that one")
+        console.warn(message)
     return recipe, target, drafter.to(device=target.device, dtype=target.head.dtype).eval(), found

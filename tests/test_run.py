@@ -12,7 +12,7 @@ from draftsmith.checkpoint import Superseded
 from draftsmith.config import Recipe, to_toml
 from draftsmith.errors import UserError
 from draftsmith.recipe import read_recipe
-from draftsmith.run import RunFolder, find_checkpoint, refuse_other_recipe
+from draftsmith.run import RunFolder, find_checkpoint, refuse_other_recipe, versions
 from tests.conftest import with_options
 
 PRINTS = {"data": "d", "target": "t", "tokenizer": "k"}
@@ -91,6 +91,8 @@ def test_what_decides_no_weight_may_change(opened, recipe, table, changes):
         ("pack", {"tokens": 170}, "pack.tokens: 160 there, 170 here"),
         ("loss", {"gamma": 2.0}, "loss.gamma: unset there, 2.0 here"),
         ("target", {"layer_ids": (1, 2)}, r"target.layer_ids: \[0, 2\] there, \[1, 2\] here"),
+        ("data", {"overlong": "cut"}, "data.overlong: refuse there, cut here"),
+        ("data", {"mix": ("a=2", "b")}, r"data.mix: \[\] there, \[2.0, 1.0\] here"),
     ],
 )
 def test_another_recipe_is_refused_with_the_difference(opened, recipe, table, changes, said):
@@ -116,6 +118,80 @@ def test_a_moved_run_continues(opened, recipe, tmp_path):
     folder.close()
     Path(recipe.run).rename(tmp_path / "elsewhere")
     assert opened(replace(recipe, run=str(tmp_path / "elsewhere"))).step == 1
+
+
+@pytest.mark.parametrize(
+    ("table", "changes"),
+    [
+        ("target", {"path": "/elsewhere/target/", "revision": "abc"}),
+        ("data", {"prepared": "s3://elsewhere/prepared", "cache": "/elsewhere", "cache_gb": 1.0}),
+        ("data", {"mix": ("/elsewhere/a=2.0", "/elsewhere/b=1")}),
+    ],
+)
+def test_inputs_may_move(opened, recipe, table, changes):
+    if "mix" in changes:
+        recipe = with_options(recipe, "data", prepared="", mix=("here/a=2", "here/b"))
+    folder = opened(recipe)
+    save(folder, 1)
+    folder.close()
+    again = opened(with_options(recipe, table, **changes))
+    assert again.step == 1
+    save(again, 2)
+    assert find_checkpoint(again.path, "last", fail).run_id == find_checkpoint(again.path, "step-00000001", fail).run_id
+
+
+def test_an_edit_of_the_runs_own_recipe_loses_no_checkpoint(opened, recipe):
+    folder = opened(recipe)
+    save(folder, 1)
+    folder.close()
+    moved = with_options(recipe, "target", path="/elsewhere")
+    (folder.path / "recipe.toml").write_text(to_toml(moved))
+    assert opened(moved).step == 1
+    edited = with_options(recipe, "optim", lr=1.0)
+    (folder.path / "recipe.toml").write_text(to_toml(edited))
+    with pytest.raises(UserError, match="step-00000001 was trained with another recipe .optim.lr: 0.003 there, 1.0"):
+        opened(edited)
+
+
+def test_fingerprints_of_later_releases_are_not_asked_of_older_checkpoints(opened, recipe):
+    folder = opened(recipe)
+    save(folder, 1)
+    folder.close()
+    assert opened(recipe, {**PRINTS, "mix": "new"}).step == 1
+    save(opened(recipe, {**PRINTS, "mix": "new"}), 2)
+    with pytest.raises(UserError, match="another mix"):
+        opened(recipe, {**PRINTS, "mix": "other"})
+
+
+def test_a_run_of_this_release_continues_in_later_ones(opened, recipe):
+    """`recipe-0.1.toml` is what the release before options were added had written; never edit it."""
+    stored = (Path(__file__).parent / "recipe-0.1.toml").read_text()
+    Path(recipe.run).mkdir()
+    (Path(recipe.run) / "recipe.toml").write_text(stored)
+    assert read_recipe(str(Path(recipe.run) / "recipe.toml")).optim == recipe.optim
+    assert opened(recipe).step == 0
+
+
+@pytest.mark.parametrize("absent", ["overlap", "fp8", "recompute", "canonical"])
+def test_an_option_that_a_recipe_lacks_has_its_default(opened, recipe, absent):
+    opened(recipe).close()
+    file = Path(recipe.run) / "recipe.toml"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if not line.startswith(f"{absent} = ")))
+    assert len(file.read_text()) < len("".join(lines))
+    assert opened(recipe).step == 0
+
+
+def test_other_versions_are_said(opened, recipe, monkeypatch):
+    folder = opened(recipe)
+    save(folder, 1)
+    folder.close()
+    now = versions()
+    monkeypatch.setattr("draftsmith.run.versions", lambda: {**now, "torch": "99", "python": "4"})
+    said: list[str] = []
+    RunFolder(recipe, PRINTS, said.append).close()
+    (line,) = said
+    assert f"torch {now['torch']}, now 99" in line and "python" not in line
 
 
 def test_a_folder_of_something_else_is_refused(recipe):
