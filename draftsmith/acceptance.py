@@ -8,8 +8,14 @@ end of supervision can neither hit nor miss there: unscored is not wrong. How ma
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Literal
+
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+Agreement = Literal["equal", "near tie", "differs"]
+NEAR = 0.05  # of the standard deviation of a place's logits
 
 
 def block_metrics(correct: Bool[Tensor, "anc slot"], weight: Float[Tensor, "anc slot"]) -> dict[str, Tensor]:
@@ -25,3 +31,26 @@ def block_metrics(correct: Bool[Tensor, "anc slot"], weight: Float[Tensor, "anc 
         "hit_by_slot": hits.sum(dim=0),
         "scored_by_slot": scored.sum(dim=0),
     }
+
+
+def near_ties(logits: Float[Tensor, "n voc"]) -> list[set[int]]:
+    """At each place the tokens that are all but the greedy choice: bf16 kernels of other shapes may choose them."""
+    logits = logits.float()
+    near = logits >= logits.amax(-1, keepdim=True) - NEAR * logits.std(-1, keepdim=True)
+    return [set(row.nonzero()[:, 0].tolist()) for row in near]
+
+
+def agreement(plain: list[int], output: list[int], ties: Callable[[int], set[int]]) -> Agreement:
+    """An output against the target's own. `ties` gives the near ties at a place of it; asked at the first difference
+    only, since everything behind it answers another text. In fp32 there are none: there outputs must be equal."""
+    first = next((i for i, (a, b) in enumerate(zip(plain, output, strict=False)) if a != b), None)
+    if first is None:
+        return "equal" if len(plain) == len(output) else "differs"
+    return "near tie" if output[first] in ties(first) else "differs"
+
+
+def told(found: list[Agreement]) -> str:
+    """How many outputs are equal to the target's own."""
+    equal, near = found.count("equal"), found.count("near tie")
+    but = f", {near} but for a near tie" if near else ""
+    return f"{equal} of {len(found)} outputs equal to the target's{but}"

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from draftsmith.acceptance import near_ties
 from draftsmith.reference import Reference
 from draftsmith.targets import HFTarget
 
@@ -37,7 +38,7 @@ class Decoder:
     def __init__(self, target: HFTarget) -> None:
         self.model, self.ends = target.model, target.eos_ids
         self.embedding = target.model.get_input_embeddings()
-        self.head = target.head.float()
+        self.head, self.dtype = target.head.float(), target.head.dtype
         self.new_cache = target.new_cache
         names = inspect.signature(type(target.model.model).forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
@@ -57,10 +58,12 @@ class Decoder:
             answer.append(int(pending))
         return answer
 
-    def is_near_tie(self, text: Int[Tensor, " n"], token: int) -> bool:
-        """Whether `token` is all but the greedy choice after `text`: bf16 kernels of other shapes may choose it."""
-        logits = self.run(text, self.new_cache())[0][-1].float()
-        return float(logits.max() - logits[token]) <= 0.05 * float(logits.std())
+    def near_ties(self, prompt: Int[Tensor, " n"], answer: list[int]) -> list[set[int]]:
+        """Tokens that are all but the greedy choice at each place of the answer; none in fp32."""
+        if self.dtype == torch.float32:
+            return [set() for _ in answer]
+        text = torch.cat([prompt, prompt.new_tensor(answer[:-1])])
+        return near_ties(self.run(text, self.new_cache())[0][len(prompt) - 1 :])
 
     @torch.no_grad()
     def draft(

@@ -14,7 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from draftsmith.acceptance import Agreement, agreement
 from draftsmith.commands import VerifyCommand
+from draftsmith.config import TargetOptions
 from draftsmith.data.chat import prompt_tokens
 from draftsmith.data.prompts import Prompt
 from draftsmith.errors import UserError
@@ -46,11 +48,31 @@ ACROSS = Bounds(logits=1.0, accept=0.1, slot=0.1)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What engines are compared with. It holds no model, so that an engine finds the GPU's memory free."""
+
+    layout: str
+    request: dict
+    plain: list[list[int]]
+    ties: list[list[set[int]]]
+    """Near ties at each place of the target's own answers."""
+    runs: list[Run]
+    whole_runs: list[Run]
+    bounds: Bounds
+
+    def compare(self, outputs: list[list[int]]) -> list[Agreement]:
+        """Each output against plain decoding."""
+        rows = zip(self.plain, outputs, self.ties, strict=True)
+        return [agreement(plain, output, ties.__getitem__) for plain, output, ties in rows]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Subject:
     """What is verified, and on which text."""
 
     folder: DrafterFolder
     target: HFTarget
+    options: TargetOptions
     decoder: Decoder
     reference: Reference
     prompts: list[Tensor]
@@ -82,29 +104,31 @@ class Subject:
         decode = self.decoder.decode
         return [decode(self.reference, prompt, self.max_new_tokens, whole=True) for prompt in self.prompts]
 
-    def request(self, target: str) -> dict:
-        """What an engine is asked."""
+    @cached_property
+    def expected(self) -> Expected:
+        """What engines are asked, and what they should say."""
+        return Expected(
+            layout=self.folder.layout,
+            request=self._request(),
+            plain=self.plain,
+            ties=[self.decoder.near_ties(p, a) for p, a in zip(self.prompts, self.plain, strict=True)],
+            runs=self.runs,
+            whole_runs=self.whole_runs,
+            bounds=self.bounds,
+        )
+
+    def _request(self) -> dict:
+        path = self.options.path
         return {
             "drafter": str(self.folder.path.resolve()),
-            "target": str(Path(target).resolve()) if Path(target).is_dir() else target,
+            "target": str(Path(path).resolve()) if Path(path).is_dir() else path,
+            "revision": self.options.revision,
             "prompts": [prompt.tolist() for prompt in self.prompts],
             "max_new_tokens": self.max_new_tokens,
             "eos_ids": sorted(self.target.eos_ids),
             "block_size": self.reference.reading.block_size,
             "dtype": str(self.target.head.dtype).removeprefix("torch."),
         }
-
-    def num_equal(self, outputs: list[list[int]]) -> int:
-        """Outputs equal to plain decoding; in bf16 a first difference at a near tie counts as equal."""
-        number = 0
-        for prompt, plain, output in zip(self.prompts, self.plain, outputs, strict=True):
-            first = next((i for i, (a, b) in enumerate(zip(plain, output, strict=False)) if a != b), None)
-            if first is None:
-                number += len(plain) == len(output)
-            elif self.target.head.dtype != torch.float32:
-                text = torch.cat([prompt, prompt.new_tensor(plain[:first])])
-                number += self.decoder.is_near_tie(text, output[first])
-        return number
 
 
 def make_subject(command: VerifyCommand, rows: list[Prompt], folder: DrafterFolder, target: HFTarget) -> Subject:
@@ -125,6 +149,7 @@ def make_subject(command: VerifyCommand, rows: list[Prompt], folder: DrafterFold
     return Subject(
         folder=folder,
         target=target,
+        options=command.target,
         decoder=Decoder(target),
         reference=Reference.from_folder(folder.path, target.device),
         prompts=[prompt.to(target.device) for prompt in prompts],

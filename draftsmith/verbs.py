@@ -178,10 +178,11 @@ def export_run(command: commands.ExportCommand, console: Console) -> tuple[Path,
     folders = {layout: parent if single else parent / layout for layout in layouts}
     recipe = replace(recipe, run=command.run)
     publish(folders, recipe, found, target, drafter, recorded_prompts(recipe, target, command), command.license)
+    served_target = recipe.target.path, recipe.target.revision
     for layout, folder in folders.items():
         console.say(f"wrote {folder}: {layout} layout of {found.path.name}, bf16")
         served = json.loads((folder / "config.json").read_text())
-        for engine, line in serve_commands(served, str(folder), recipe.target.path).items():
+        for engine, line in serve_commands(served, str(folder), *served_target).items():
             console.say(f"  {engine}: {line}")
         for remark in vllm_remarks(served):
             console.warn(remark)
@@ -226,7 +227,7 @@ def verify(command: commands.VerifyCommand) -> None:
     conclude(command, found)
     console.say(f"verified {command.folder}: it drafts as it did in training")
     served = json.loads((Path(command.folder) / "config.json").read_text())
-    line = next(iter(serve_commands(served, command.folder, command.target.path).values()))
+    line = next(iter(serve_commands(served, command.folder, command.target.path, command.target.revision).values()))
     console.say(f"next: {line}")
 
 

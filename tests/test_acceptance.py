@@ -2,7 +2,7 @@
 
 import torch
 
-from draftsmith.acceptance import block_metrics
+from draftsmith.acceptance import agreement, block_metrics, near_ties, told
 
 
 def metrics(correct: list[list[int]], scored: list[list[int]]) -> dict:
@@ -68,3 +68,24 @@ def test_anchor_slot_is_never_scored():
     found = block_metrics(torch.ones(1, 4, dtype=torch.bool), torch.ones(1, 4))
     assert found["hit_by_slot"].tolist() == [1, 1, 1]
     assert int(found["accept_sum"]) == 4
+
+
+def test_near_ties_are_within_a_twentieth_of_the_spread():
+    row = torch.linspace(-1.0, 1.0, 99)  # a deviation of 0.577, so 0.0289 is near
+    logits = torch.stack([torch.cat([row, torch.tensor([v])]) for v in (0.98, 0.94, 1.1)])
+    assert near_ties(logits) == [{98, 97, 99}, {98, 97}, {99}]
+
+
+def test_an_output_is_judged_at_its_first_difference():
+    places = {1: {5, 6}}
+    asked = []
+
+    def ties(index: int) -> set[int]:
+        asked.append(index)
+        return places.get(index, set())
+
+    plain = [4, 5, 7]
+    found = [agreement(plain, output, ties) for output in ([4, 5, 7], [4, 6, 9], [4, 9, 7], [3, 5, 7], [4, 5])]
+    assert found == ["equal", "near tie", "differs", "differs", "differs"] and asked == [1, 1, 0]
+    assert told(found[:2]) == "1 of 2 outputs equal to the target's, 1 but for a near tie"
+    assert told(["equal"]) == "1 of 1 outputs equal to the target's"

@@ -89,7 +89,7 @@ def load_for(path: Path, target: str):
 def ask_all(engine: str, names: list[str], exports: dict[str, tuple[Subject, str]]) -> dict[str, dict]:
     """One process of the engine for all of them."""
     python = prepare(engine, ENGINES, print)
-    requests = [subject.request(target) for subject, target in (exports[name] for name in names)]
+    requests = [exports[name][0].expected.request | {"memory_share": None} for name in names]
     return dict(zip(names, ask(engine, python, requests), strict=True))
 
 
@@ -105,7 +105,7 @@ def vllm(exports) -> dict[str, dict]:
 
 def compared(engine: str, answer: dict, subject: Subject) -> Findings:
     found = Findings(print)
-    compare_answer(engine, answer, subject, found)
+    compare_answer(engine, answer, subject.expected, found)
     return found
 
 

