@@ -9,11 +9,13 @@ import torch
 
 from draftsmith.config import Recipe
 from draftsmith.errors import UserError
+from draftsmith.ranges import check_options
 from draftsmith.visibility import TILE
 
 
 def check_recipe(recipe: Recipe) -> None:
     """Combinations that cannot work, or options that would have no effect. Raises UserError."""
+    check_options(recipe)
     optim, pack = recipe.optim, recipe.pack
     if not recipe.data.prepared and not recipe.data.mix:
         raise UserError("data.prepared is not given, nor data.mix; make a prepared folder with `draftsmith prepare`")
@@ -26,38 +28,10 @@ def check_recipe(recipe: Recipe) -> None:
             f"drafter.block_size {recipe.drafter.block_size} is larger than pack.tokens {pack.tokens}; "
             "lower the former or raise the latter"
         )
-    positive = {
-        "pack.tokens": pack.tokens,
-        "pack.anchors": pack.anchors,
-        "pack.anchors_per_document": pack.anchors_per_document,
-        "pack.anchor_density": pack.anchor_density,
-        "pack.window": pack.window,
-        "optim.lr": optim.lr,
-        "optim.clip": optim.clip,
-        "optim.epochs": optim.epochs,
-        "optim.packs_per_step": optim.packs_per_step,
-        "loss.chunk": recipe.loss.chunk,
-        "log.every": recipe.log.every,
-        "checkpoint.every": recipe.checkpoint.every,
-        "evaluation.every": recipe.evaluation.every,
-        "evaluation.limit": recipe.evaluation.limit,
-        "evaluation.max_new_tokens": recipe.evaluation.max_new_tokens,
-        "drafter.num_layers": recipe.drafter.num_layers,
-        "pipeline.queue_depth": recipe.pipeline.queue_depth,
-        "pipeline.hang_seconds": recipe.pipeline.hang_seconds,
-    }
-    for name, value in positive.items():
-        if value <= 0:
-            raise UserError(f"{name} is {value}; it must be greater than 0")
-    for name in ("max_restarts", "trace"):
-        if (value := getattr(recipe.pipeline, name)) < 0:
-            raise UserError(f"pipeline.{name} is {value}; it must be 0 or more")
     if recipe.checkpoint.keep < 2:
         raise UserError(f"checkpoint.keep is {recipe.checkpoint.keep}; at least 2 are kept, so that one can be damaged")
-    if optim.steps is not None and optim.steps <= 0:
-        raise UserError(f"optim.steps is {optim.steps}; it must be greater than 0")
-    if recipe.loss.gamma is not None and recipe.loss.gamma <= 0:
-        raise UserError(f"loss.gamma is {recipe.loss.gamma}; it must be greater than 0")
+    if recipe.evaluation.at_start and not recipe.evaluation.prompts:
+        raise UserError("evaluation.at_start has no effect without evaluation.prompts; give prompts or turn it off")
 
 
 def check_tiles(recipe: Recipe) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from draftsmith import commands, config
 from draftsmith.errors import UserError
+from draftsmith.ranges import check_options
 from draftsmith.recipe import parse, recipe_words
 
 # verb -> (its options, where it is done, names of leading words; "recipe" is a TOML file or the name of a bundled one)
@@ -82,6 +83,7 @@ def run_verb(verb: str, words: list[str]) -> None:
         # The run's own recipe says how it is evaluated, unless a flag does.
         words = [*recipe_words(str(known), commands.EvaluateCommand, {"evaluation"}), *named, *flags]
         command = parse(options, words, f"draftsmith {verb}")
+    check_options(command)
     module, function = place.split(":")
     action: Callable = getattr(import_module(module), function)
     action(command)

@@ -44,6 +44,7 @@ from draftsmith.preview import (
     statistics,
     write_page,
 )
+from draftsmith.ranks import started_by_launcher
 from draftsmith.recipe import read_recipe
 from draftsmith.run import find_checkpoint
 from draftsmith.targets import HFTarget, load_target
@@ -71,8 +72,6 @@ def regenerate(command: commands.RegenerateCommand) -> None:
 
 def prepare(command: commands.PrepareCommand) -> None:
     console = Console()
-    if command.check_target < 0:
-        raise UserError(f"check_target is {command.check_target}; give the number of rows to look at, or 0")
     tokenizer = load_tokenizer(command.target)
     prepare_set(
         tokenizer,
@@ -147,7 +146,13 @@ def train(recipe: config.Recipe) -> None:
     console = Console()
     check_recipe(recipe)
     world = number_of_processes(recipe, console.warn)
-    if world > 1:
+    watched = started_by_launcher() and not started_by_us()
+    if watched and recipe.pipeline.max_restarts:
+        raise UserError(
+            f"pipeline.max_restarts is {recipe.pipeline.max_restarts}, but torchrun has started this process and "
+            "would start it again: leave pipeline.max_restarts out and give torchrun --max-restarts"
+        )
+    if world > 1 or (recipe.pipeline.max_restarts and not started_by_us()):
         launch(recipe, world, console)
         results = json.loads((Path(recipe.run) / "results.json").read_text())
     else:
@@ -233,8 +238,6 @@ def verify(command: commands.VerifyCommand) -> None:
 
 def recorded_prompts(recipe: config.Recipe, target: HFTarget, command: commands.ExportCommand) -> list[torch.Tensor]:
     """Held-out prompts of the run, rendered; random text if there are none or they shall stay private."""
-    if command.recorded_prompts < 0:
-        raise UserError(f"recorded_prompts is {command.recorded_prompts}; give 0 or more")
     if not command.recorded_prompts or not Path(recipe.evaluation.prompts).is_file():
         return synthetic_prompts(target, 2)
     prompts = read_prompts(recipe.evaluation.prompts, command.recorded_prompts)

@@ -15,6 +15,7 @@ import pytest
 
 from draftsmith.cli import VERBS, main
 from draftsmith.config import Recipe, to_toml
+from draftsmith.ranges import PLACES, RULES, _named
 from draftsmith.recipe import bundled_recipes, read_recipe
 from tests.conftest import with_options
 from tests.test_run import contents
@@ -192,11 +193,58 @@ def test_cut_documents_are_counted(recipe, tmp_path, capsys):
         ("checkpoint", {"keep": 1}, "checkpoint.keep is 1; at least 2"),
         ("pack", {"anchors": 2}, "pack.anchors is 2; raise pack.anchors"),
         ("loss", {"gamma": -1.0}, "loss.gamma is -1.0"),
+        ("evaluation", {"temperature": -1.0}, "evaluation.temperature is -1.0; it must be 0 or more"),
+        ("evaluation", {"top_p": 0.0}, "evaluation.top_p is 0.0; it must be greater than 0 and at most 1"),
+        ("evaluation", {"top_k": -1}, "evaluation.top_k is -1"),
+        ("evaluation", {"at_start": True, "prompts": ""}, "evaluation.at_start has no effect without"),
+        ("optim", {"warmup": 5.0}, "optim.warmup is 5.0; it must be from 0 to 1"),
+        ("optim", {"min_lr": -0.1}, "optim.min_lr is -0.1"),
+        ("optim", {"betas": (0.9, 1.5)}, "optim.betas is 1.5; it must be at least 0 and less than 1"),
+        ("optim", {"weight_decay": -0.1}, "optim.weight_decay is -0.1"),
+        ("optim", {"noise": "uniform", "noise_scale": -0.1}, "optim.noise_scale is -0.1"),
+        ("optim", {"eps": 0.0}, "optim.eps is 0.0"),
+        ("data", {"workers": -1}, "data.workers is -1"),
     ],
 )
 def test_options_that_cannot_work(mistake, recipe, tmp_path, table, changes, said):
     assert said in mistake.one_line("train", write(with_options(recipe, table, **changes), tmp_path))
     assert not Path(recipe.run).exists()
+
+
+@pytest.mark.parametrize("name", ["run", "init"])
+def test_a_url_is_no_place_of_a_run(mistake, recipe, tmp_path, name):
+    said = mistake.one_line("train", write(recipe, tmp_path), f"--{name}", "s3://bucket/run")
+    assert f"{name} is 's3://bucket/run', a URL; it must be a place on this machine" in said
+    assert not Path("s3:").exists()
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "export"])
+def test_a_url_is_no_place_for_output(mistake, recipe, verb):
+    assert "output is 'gs://b/o', a URL" in mistake.one_line(verb, recipe.run, "--output", "gs://b/o")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["generate", "RUN", "hi", "--temperature", "-1"], "temperature is -1.0; it must be 0 or more"),
+        (["generate", "RUN", "hi", "--top_p", "0"], "top_p is 0.0; it must be greater than 0 and at most 1"),
+        (["generate", "RUN", "hi", "--top_k", "-2"], "top_k is -2"),
+        (["generate", "RUN", "hi", "--temperature", "nan"], "temperature is nan; it must be 0 or more"),
+        (["generate", "RUN", "hi", "--max_new_tokens", "0"], "max_new_tokens is 0; it must be greater than 0"),
+        (["evaluate", "RUN", "--evaluation.temperature", "-1"], "evaluation.temperature is -1.0"),
+        (["evaluate", "RUN", "--evaluation.top_p", "1.5"], "evaluation.top_p is 1.5"),
+        (["export", "RUN", "--recorded_prompts", "-1"], "recorded_prompts is -1; it must be 0 or more"),
+    ],
+)
+def test_numbers_out_of_range(mistake, recipe, words, said):
+    assert said in mistake.one_line(*[recipe.run if word == "RUN" else word for word in words])
+
+
+def test_every_range_is_that_of_an_option():
+    known = {name for name, _ in _named(Recipe())} | {
+        name for options, _, _ in VERBS.values() for name in options.__dataclass_fields__
+    }
+    assert {name for _, names in RULES.values() for name in names.split()} | set(PLACES) <= known
 
 
 def test_missing_target_folder(mistake, recipe, tmp_path):

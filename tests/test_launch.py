@@ -104,6 +104,18 @@ def test_a_killed_rank_is_named_and_the_run_continues(world, tmp_path):
     assert [f'"step":{number}' + "}" in line for number, line in enumerate(lines, 1)] == [True] * len(lines)
 
 
+def test_a_run_of_one_process_is_started_again_too(world, tmp_path):
+    recipe = short(world, tmp_path, max_restarts=1)
+    recipe = with_options(recipe, "optim", steps=LONG)
+    process, log = start(recipe)
+    until(lambda: steps_of(recipe) > 3)
+    os.kill(ranks_of(process.pid)[0], signal.SIGKILL)
+    until(lambda: "continuing" in log.read_text() and steps_of(recipe) > 5)
+    assert "rank 0 was killed by SIGKILL; starting again from the last checkpoint (1 of 1)" in log.read_text()
+    process.terminate()
+    assert process.wait(60) == 75, log.read_text()
+
+
 @pytest.mark.slow
 def test_a_signal_to_the_launcher_saves(world, tmp_path):
     recipe = long(world, tmp_path)

@@ -114,6 +114,7 @@ def test_ranks_that_differ_are_told_apart(world, tmp_path):
         ("colocated", 2, {"targets": 1}, 'would have no effect with layout = "colocated"'),
         ("colocated", 3, {"canonical": True}, "pipeline.canonical needs 1, 2, 4, 8"),
         ("colocated", 2, {"processes": 2}, "torchrun has started this process as one of 2"),
+        ("colocated", 2, {"max_restarts": 2}, "give torchrun --max-restarts"),
     ],
 )
 def test_layouts_that_do_not_fit_are_refused(world, tmp_path, layout, number, pipeline, said):
