@@ -53,7 +53,11 @@ def evaluate(command: commands.EvaluateCommand) -> None:
         raise UserError("give either the folder of a run, or --drafter FOLDER with --target.path")
     if command.run:
         require_run(command.run)
-        if idle := [k for k, v in vars(command.target).items() if k != "path" and v != getattr(TargetOptions(), k)]:
+        if idle := [
+            k
+            for k, v in vars(command.target).items()
+            if k not in ("path", "trust_remote_code") and v != getattr(TargetOptions(), k)
+        ]:
             raise UserError(
                 f"target.{idle[0]} has no effect here: it is as in the recipe of {command.run}; leave it out"
             )
@@ -97,7 +101,7 @@ def open_contender(command: commands.EvaluateCommand, suites: list[Suite], conso
     options, seed, facts = command.evaluation, 0, {}
     if command.run:
         recipe, target, drafter, found = open_run(
-            command.run, command.checkpoint, command.device, command.target.path, console
+            command.run, command.checkpoint, command.device, command.target, console
         )
         seed, name, arguments = recipe.seed, f"{found.path.name} of {command.run}", chat_arguments(options, recipe.data)
         facts = {"checkpoint": found.path.name, "fingerprints": found.facts.get("fingerprints", {})}

@@ -84,9 +84,17 @@ def run_verb(verb: str, words: list[str]) -> None:
         words = [*recipe_words(str(known), commands.EvaluateCommand, {"evaluation"}), *named, *flags]
         command = parse(options, words, f"draftsmith {verb}")
     check_options(command)
+    _announce_code(command)
     module, function = place.split(":")
     action: Callable = getattr(import_module(module), function)
     action(command)
+
+
+def _announce_code(command) -> None:
+    target = getattr(command, "target", None)
+    if target is not None and target.trust_remote_code:
+        pin = "" if getattr(target, "revision", None) else ", in whatever version it has today; pin a target.revision"
+        print(f"draftsmith: target.trust_remote_code: Python code of the target will be run{pin}", file=sys.stderr)
 
 
 def _leading(verb: str, names: tuple[str, ...], words: list[str]) -> tuple[dict[str, str], list[str]]:

@@ -81,6 +81,8 @@ class PlanCommand(Recipe):  # a recipe with all its options, so that any `train`
 class Place:
     path: str = ""
     """Where the run's target lies now, if it has moved. Empty: where the run's recipe says."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the target; a run does not remember that."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ class TargetOptions:
     layer_ids: tuple[int, ...] | None = None
     """0-based blocks whose output becomes the context feature. None: evenly spaced, as DFlash chooses them."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the target. Off unless you have read that code."""
+    """Run Python code that comes with the target. On the command line only: recipes may not set it."""
     fp8: bool = False
     """Capture features with FP8 products (a Hopper GPU or newer). Decoding keeps the real weights."""
 
@@ -317,12 +317,15 @@ def flatten(table: dict, prefix: str = "") -> dict[str, object]:
 
 
 def to_toml(recipe: Recipe) -> str:
-    """The resolved recipe as TOML; what is None is left out, and absence means the default."""
+    """The resolved recipe as TOML; what is None is left out, and absence means the default. Left out too: the leave to
+    run a target's code, which no file can give."""
     top: list[str] = []
     tables: list[str] = []
     for name, value in vars(recipe).items():
         if is_dataclass(value):
-            lines = [f"{k} = {json.dumps(v)}" for k, v in vars(value).items() if v is not None]
+            lines = [
+                f"{k} = {json.dumps(v)}" for k, v in vars(value).items() if v is not None and k != "trust_remote_code"
+            ]
             tables.append(f"\n[{name}]\n" + "\n".join(lines) + "\n")
         elif value is not None:
             top.append(f"{name} = {json.dumps(value)}\n")

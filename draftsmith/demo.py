@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from draftsmith.commands import DemoCommand
+from draftsmith.commands import DemoCommand, Place
 from draftsmith.config import Recipe
 from draftsmith.data.chat import render_prompt
 from draftsmith.data.dataset import prepare, tokenizer_fingerprint
@@ -124,7 +124,7 @@ def _unpack_data(command: DemoCommand, recipe: Recipe, cache: Path) -> None:
 
 
 def _show_sample(recipe: Recipe, console: Console) -> None:
-    _, target, drafter, _ = open_run(recipe.run, "best", recipe.device, "", console)
+    _, target, drafter, _ = open_run(recipe.run, "best", recipe.device, Place(), console)
     prompt = read_prompts(Path(recipe.evaluation.prompts), 1)[0]
     console.say(f"  {prompt.messages[-1]['content']}")
     tokens = torch.from_numpy(render_prompt(target.tokenizer, list(prompt.messages))).to(target.device)

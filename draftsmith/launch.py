@@ -73,7 +73,13 @@ def launch(recipe: Recipe, world: int, console: Console) -> None:
         file.write_text(to_toml(recipe))
         for attempt in range(recipe.pipeline.max_restarts + 1):
             try:
-                _run(["-m", "draftsmith", "train", str(file), "--pipeline.processes", "None"], world, folder)
+                words = [
+                    "--pipeline.processes",
+                    "None",
+                    "--target.trust_remote_code",
+                    str(recipe.target.trust_remote_code),
+                ]
+                _run(["-m", "draftsmith", "train", str(file), *words], world, folder)
                 return
             except ChildFailedError as error:
                 # The launcher ends the others by SIGTERM, which is never the first of what happened.

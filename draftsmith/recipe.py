@@ -38,6 +38,11 @@ def recipe_words(name: str, options: type, tables: set[str] | None = None) -> li
         flat = config.flatten(tomllib.loads(path.read_text()))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"recipe {name} is not valid TOML: {error}") from error
+    if flat.get("target.trust_remote_code"):
+        raise UserError(
+            f"recipe {name} sets target.trust_remote_code; a file that is passed on may not let code run. Take it out "
+            "and, if you have read that code, give --target.trust_remote_code True and a --target.revision yourself"
+        )
     words = {key: [f"--{key}", *_words(value)] for key, value in flat.items()}
     try:
         parse(config.Recipe, [word for flag in words.values() for word in flag], f"recipe {name}")

@@ -53,7 +53,7 @@ FREE = (
     "data.workers",
     "data.conversations",
 )
-GUARDED = ("target.path", "target.revision", "data.")
+GUARDED = ("target.path", "target.revision", "target.trust_remote_code", "data.")
 """May differ too: the fingerprints of target, data and tokenizer tell whether what lies there is the same."""
 NOT_GUARDED = ("data.mix", "data.caps", "data.overlong", "data.split_context")
 """What `train` itself does with the data. Of data.mix the weights; its folders have fingerprints."""

@@ -174,9 +174,7 @@ def export(command: commands.ExportCommand) -> None:
 
 def export_run(command: commands.ExportCommand, console: Console) -> tuple[Path, str]:
     """Write the exports; returns the first one's folder and the target's path."""
-    recipe, target, drafter, found = open_run(
-        command.run, command.checkpoint, command.device, command.target.path, console
-    )
+    recipe, target, drafter, found = open_run(command.run, command.checkpoint, command.device, command.target, console)
     layouts = list(EXPORTS) if command.to == "all" else [command.to]
     parent = Path(command.output) if command.output else Path(command.run) / "export"
     single = command.output and command.to != "all"
@@ -202,7 +200,10 @@ def finish(recipe: config.Recipe, console: Console, recorded_prompts: int = 4) -
     if recipe.at_end == "nothing":
         return
     torch.cuda.empty_cache()
-    command = commands.ExportCommand(run=recipe.run, device=recipe.device, recorded_prompts=recorded_prompts)
+    place = commands.Place(trust_remote_code=recipe.target.trust_remote_code)
+    command = commands.ExportCommand(
+        run=recipe.run, device=recipe.device, recorded_prompts=recorded_prompts, target=place
+    )
     folder, target = export_run(command, console)
     if recipe.at_end == "export":
         return
@@ -247,9 +248,7 @@ def recorded_prompts(recipe: config.Recipe, target: HFTarget, command: commands.
 
 def generate(command: commands.GenerateCommand) -> None:
     console = Console()
-    recipe, target, drafter, found = open_run(
-        command.run, command.checkpoint, command.device, command.target.path, console
-    )
+    recipe, target, drafter, found = open_run(command.run, command.checkpoint, command.device, command.target, console)
     arguments = chat_arguments(recipe.evaluation, recipe.data)
     prompt = render_prompt(target.tokenizer, [{"role": "user", "content": command.prompt}], arguments=arguments)
     decoded = decode_speculative(
@@ -284,13 +283,14 @@ def require_run(run: str) -> Path:
 
 
 def open_run(
-    run: str, name: str, device: str, place: str, console: Console
+    run: str, name: str, device: str, place: commands.Place | config.TargetOptions, console: Console
 ) -> tuple[config.Recipe, HFTarget, DFlashDrafter, Checkpoint]:
     """A run's recipe, its target (at `place`, if it has moved), and the drafter of one of its checkpoints."""
     folder = require_run(run)
     recipe = read_recipe(str(folder / "recipe.toml"))
-    if place:
-        recipe = replace(recipe, target=replace(recipe.target, path=place, revision=None))
+    recipe = replace(recipe, target=replace(recipe.target, trust_remote_code=place.trust_remote_code))
+    if place.path:
+        recipe = replace(recipe, target=replace(recipe.target, path=place.path, revision=None))
     found = find_checkpoint(folder, name, console.warn)
     drafter_class, _ = DRAFTERS[recipe.drafter.kind]
     weights = found.tensors("model")
@@ -301,7 +301,7 @@ def open_run(
     comparable = next(iter(weights.values())).dtype == target.head.dtype  # fingerprints are of the weights as loaded
     if comparable and recorded != target.fingerprint:
         message = f"the target in {recipe.target.path} is not the one that {run} was trained for (other fingerprint)"
-        if place:
+        if place.path:
             raise UserError(f"{message}; give the place of that one")
         console.warn(message)
     return recipe, target, drafter.to(device=target.device, dtype=target.head.dtype).eval(), found

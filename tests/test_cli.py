@@ -376,3 +376,21 @@ def test_the_installed_command_runs():
     command = Path(sys.executable).with_name("draftsmith")
     ended = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0 and ended.stdout.startswith("draftsmith ")
+
+
+# Code of others
+
+
+def test_a_recipe_cannot_let_code_run(recipe, mistake, tmp_path):
+    file = tmp_path / "shared.toml"
+    file.write_text(to_toml(recipe).replace("[target]\n", "[target]\ntrust_remote_code = true\n"))
+    said = mistake.one_line("train", file)
+    assert "shared.toml sets target.trust_remote_code" in said and "give --target.trust_remote_code True" in said
+
+
+def test_leave_to_run_code_is_said_aloud_and_kept_in_no_file(recipe, tmp_path, capsys):
+    allowed = with_options(recipe, "target", trust_remote_code=True)
+    assert "trust_remote_code" not in to_toml(allowed)
+    with pytest.raises(SystemExit):
+        main(["export", str(tmp_path / "none"), "--target.trust_remote_code", "True"])
+    assert "Python code of the target will be run, in whatever version it has today" in capsys.readouterr().err

@@ -8,7 +8,6 @@ changes the result, `silent` says so and the caller measures both readings (see 
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ from draftsmith.drafters import DFlashDrafter
 from draftsmith.drafters.dflash import DFlashConfig, misfits
 from draftsmith.errors import UserError
 from draftsmith.export.folder import read_record
+from draftsmith.targets.hf import shard_names
 
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 SIZES += ("head_dim", "vocab_size", "max_position_embeddings")
 # Keys without influence on the result, written by transformers 4 and 5, SpecForge and Speculators.
@@ -288,16 +287,9 @@ def _read_json(path: Path) -> dict:
 
 def _read_tensors(folder: Path) -> tuple[dict[str, Tensor], list[str]]:
     index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise UserError(f"{index}: key weight_map is missing")
-        names = sorted({str(name) for name in weight_map.values()})
+    names = shard_names(index) if index.is_file() else ["model.safetensors"]
     tensors: dict[str, Tensor] = {}
     for name in names:
-        if not _PLAIN_NAME.fullmatch(name):
-            raise UserError(f"{index}: {name!r} is no plain file name")
         if not (folder / name).is_file():
             raise UserError(f"{folder / name}: no such file; a drafter's folder needs it")
         try:

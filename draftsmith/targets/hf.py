@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -39,6 +40,7 @@ from draftsmith.types import Features, Pack
 from draftsmith.visibility import dense_mask
 
 FAMILIES = ("llama", "qwen2", "qwen3")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 
 
 class HFTarget:
@@ -130,6 +132,11 @@ def read_config(options: TargetOptions) -> PretrainedConfig:
         raise UserError(
             f"target.path {options.path!r} is of family {config.model_type!r}; supported: {', '.join(FAMILIES)}"
         )
+    if method := _quantisation(options.path, config):
+        raise UserError(
+            f"target.path {options.path!r} is quantised ({method}), and this project computes with whole weights only; "
+            "train on its bf16 model and serve the drafter with either (docs/serving.md)"
+        )
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise UserError(f"target.path {options.path!r} has sliding-window layers, which are not supported yet")
     rope = getattr(config, "rope_parameters", None) or {}
@@ -139,6 +146,29 @@ def read_config(options: TargetOptions) -> PretrainedConfig:
             f"{config.model_type} and engines a part of it, so the served target would be another; not supported"
         )
     return config
+
+
+def _quantisation(path: str, config: PretrainedConfig) -> str | None:
+    """The method by which a model's weights are quantised; ModelOpt may say so in a file of its own."""
+    found = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
+    if found:
+        found = found if isinstance(found, dict) else vars(found)
+        return str(found.get("quant_method") or found.get("quant_algo") or "method not stated")
+    return "modelopt" if (Path(path) / "hf_quant_config.json").is_file() else None
+
+
+def shard_names(index: Path) -> list[str]:
+    """The weight files that an index names. Raises UserError for one that is not in the folder itself."""
+    try:
+        names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index} is no index of weights: key weight_map is missing or damaged") from error
+    if not names:
+        raise UserError(f"{index}: key weight_map is empty")
+    for name in names:
+        if not _PLAIN_NAME.fullmatch(name):
+            raise UserError(f"{index}: {name!r} is no plain file name; weights are read from their own folder only")
+    return names
 
 
 def _may_be_hub_name(path: str) -> bool:
@@ -160,13 +190,15 @@ def load_target(
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
     named = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    if (index := Path(options.path) / "model.safetensors.index.json").is_file():
+        shard_names(index)
     logging.disable_progress_bar()  # transformers' own; it would tear our lines
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            options.path, dtype=getattr(torch, dtype), attn_implementation=NAME, **named
+            options.path, dtype=getattr(torch, dtype), attn_implementation=NAME, use_safetensors=True, **named
         )
         tokenizer = AutoTokenizer.from_pretrained(options.path, **named)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"target.path {options.path!r}: its weights or tokenizer cannot be read: {reason}") from error
     if mesh is None:

@@ -265,6 +265,9 @@ def test_folder_without_config_is_refused(tmp_path):
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
             "partial_rotary_factor 0.25",
         ),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, r"is quantised \(awq\).*train on its bf16 model"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"is quantised \(fp8\)"),
+        ({"quantization_config": {"quant_algo": "NVFP4"}}, r"is quantised \(NVFP4\)"),
     ],
 )
 def test_targets_that_are_not_supported_are_refused(world, tmp_path, values, reason):
@@ -272,6 +275,33 @@ def test_targets_that_are_not_supported_are_refused(world, tmp_path, values, rea
     change_config(tmp_path / "target", **values)
     with pytest.raises(UserError, match=reason):
         load_target(TargetOptions(path=str(tmp_path / "target")), CPU)
+
+
+def test_a_folder_that_says_apart_from_its_config_that_it_is_quantised(world, tmp_path):
+    shutil.copytree(world / "target", tmp_path / "target")
+    (tmp_path / "target" / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"is quantised \(modelopt\)"):
+        load_target(TargetOptions(path=str(tmp_path / "target")), CPU)
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/x.safetensors", "a/b.safetensors", "model.bin"])
+def test_weights_outside_of_the_targets_folder_are_refused(world, tmp_path, name):
+    target = tmp_path / "target"
+    shutil.copytree(world / "target", target)
+    shutil.copy(target / "model.safetensors", tmp_path / "secret.safetensors")
+    (target / "model.safetensors").unlink()
+    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    with pytest.raises(UserError, match="is no plain file name; weights are read from their own folder only"):
+        load_target(TargetOptions(path=str(target)), CPU)
+
+
+def test_pickled_weights_are_not_read(world, tmp_path):
+    target = tmp_path / "target"
+    shutil.copytree(world / "target", target)
+    (target / "model.safetensors").unlink()
+    torch.save({}, target / "pytorch_model.bin")
+    with pytest.raises(UserError, match="its weights or tokenizer cannot be read"):
+        load_target(TargetOptions(path=str(target)), CPU)
 
 
 # Fingerprint and mask token
