@@ -7,7 +7,10 @@ from types import FrameType
 
 
 class StopRequest:
-    """A context in which the first SIGINT or SIGTERM sets `name`; the second one has its ordinary effect."""
+    """A context in which SIGINT or SIGTERM sets `name`; a second SIGINT has its ordinary effect.
+
+    A second SIGTERM has none: schedulers, launchers and terminals each send one to every process, and pass on others'.
+    """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -23,6 +26,6 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        self.name = signal.Signals(number).name
-        for each, handler in self._before.items():
-            signal.signal(each, handler)
+        self.name = self.name or signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(number, self._before[signal.SIGINT])

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,14 +23,16 @@ from tests.test_pipeline import assert_equal, outcome, short
 LONG = 4_000  # steps that no test waits for
 
 
-def start(recipe: Recipe, *flags: str) -> tuple[subprocess.Popen, Path]:
+def start(recipe: Recipe, *flags: str, launcher: tuple[str, ...] = ()) -> tuple[subprocess.Popen, Path]:
     file = Path(recipe.run).with_suffix(".toml")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(to_toml(recipe))
     log = file.with_suffix(".log")
-    words = [sys.executable, "-m", "draftsmith", "train", str(file), *flags]
+    words = [sys.executable, "-m", *launcher, "draftsmith", "train", str(file), *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with open(log, "w") as output:
-        return subprocess.Popen(words, stdout=output, stderr=output, env=os.environ | {"OMP_NUM_THREADS": "1"}), log
+        # A group of its own, as a terminal's or a scheduler's job has.
+        return subprocess.Popen(words, stdout=output, stderr=output, env=environment, start_new_session=True), log
 
 
 def long(world: Path, folder: Path, **pipeline) -> Recipe:
@@ -123,6 +126,33 @@ def test_a_signal_to_the_launcher_saves(world, tmp_path):
     until(lambda: steps_of(recipe) > 5)
     process.terminate()
     assert process.wait(60) == 75, log.read_text()
+    assert "saved; continue with: draftsmith train" in log.read_text()
+    assert outcome_step(recipe) == steps_of(recipe)
+
+
+TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--local-addr", "127.0.0.1", "-m")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "number", "code"),
+    [((), signal.SIGINT, 75), ((), signal.SIGTERM, 75), (TORCHRUN, signal.SIGTERM, 1), (TORCHRUN, signal.SIGINT, 1)],
+    ids=["Ctrl-C", "SIGTERM to all", "torchrun, SIGTERM to all", "torchrun, Ctrl-C"],
+)
+def test_a_signal_to_every_process_saves(world, tmp_path, launcher, number, code):
+    """A terminal's Ctrl-C and a scheduler's SIGTERM reach the ranks twice: from it, and passed on by the launcher."""
+    recipe = long(world, tmp_path)
+    if launcher:
+        recipe = with_options(recipe, "pipeline", processes=None)
+    process, log = start(recipe, launcher=launcher)
+    try:
+        until(lambda: steps_of(recipe) > 5)
+        os.killpg(process.pid, number)
+        assert process.wait(60) == code, log.read_text()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     assert "saved; continue with: draftsmith train" in log.read_text()
     assert outcome_step(recipe) == steps_of(recipe)
 
