@@ -75,6 +75,8 @@ class PlanCommand(Recipe):  # a recipe with all its options, so that any `train`
     gpus_per_host: int = 8
     figures: str = ""
     """JSON with seconds measured on one GPU (docs/planning.md). Empty: an H200 with Qwen3-8B, scaled to the target."""
+    memory_gib: float | None = None
+    """Memory of one GPU. None: that of the figures' GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)

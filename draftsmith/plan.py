@@ -38,6 +38,8 @@ def number_of_gpus(command: PlanCommand) -> int:
         from draftsmith.launch import number_of_processes  # it imports torch, which takes seconds
 
         wanted = number_of_processes(command)
+    if command.memory_gib is not None and command.memory_gib <= 0:
+        raise UserError(f"memory_gib is {command.memory_gib}; it must be greater than 0")
     limits = {"gpus": wanted, "gpus_per_host": command.gpus_per_host, "pipeline.queue_depth": options.queue_depth}
     for name, value in limits.items():
         if value < 1:
@@ -72,9 +74,9 @@ class Case:
     def __init__(self, command: PlanCommand) -> None:
         figures = read_figures(command.figures)
         wide = command.target.dtype == "float32" or (command.target.dtype == "auto" and command.device == "cpu")
-        self.command, self.device, self.memory_gib = command, figures.device, figures.memory_gib
+        self.command, self.device, self.memory_gib = command, figures.device, command.memory_gib or figures.memory_gib
         self.shape = Shape(
-            config=figures.config(command.target.path),
+            config=figures.config(command.target.path, command.target.revision),
             drafter=command.drafter,
             tokens=command.pack.tokens,
             anchors=command.pack.anchors,
@@ -151,6 +153,13 @@ class Case:
             }
         return parts
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Weights, fp32 masters unless the weights are that, and the optimizer's moments."""
+        masters = 0 if self.shape.width == 4 else 4
+        moments = 4 if self.command.optim.kind == "muon" else 8
+        return self.shape.drafter_weights * (self.shape.width + masters + moments)
+
     def needed_gib(self, roles: Roles) -> float:
         return max(sum(parts.values()) for parts in self.memory(roles).values()) / GIB
 
@@ -187,6 +196,9 @@ class Case:
         for where, parts in self.memory(roles).items():
             yield f"memory       on a {where} {describe(parts)}"
         yield f"expected     {outcome.tokens_per_s:,.0f} tokens/s, {outcome.step_seconds:.3f} s a step"
+        kept = self.command.checkpoint.keep + 1  # one is written before the oldest is deleted
+        size = self.checkpoint_bytes
+        yield f"disk         {_size(size)} a checkpoint (weights, masters, moments), up to {kept} at a time and the best one"
         if packs % roles.drafters:
             used = packs / (-(-packs // roles.drafters) * roles.drafters)
             yield f"uneven       {packs} packs on {roles.drafters} drafters use {used:.0%} of them; a multiple of"

@@ -8,13 +8,13 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from draftsmith.cli import VERBS, main
-from draftsmith.config import Recipe, to_toml
+from draftsmith.config import Recipe, flatten, to_toml
 from draftsmith.ranges import PLACES, RULES, _named
 from draftsmith.recipe import bundled_recipes, read_recipe
 from tests.conftest import with_options
@@ -129,7 +129,9 @@ def test_value_outside_the_choices(mistake):
 
 
 def test_missing_recipe_lists_the_bundled_ones(mistake):
-    assert "no such file, and no bundled recipe; bundled: smollm2-demo" in mistake.one_line("train", "nowhere.toml")
+    assert "no such file, and no bundled recipe; bundled: llama-3.1-8b, qwen3-8b" in mistake.one_line(
+        "train", "nowhere.toml"
+    )
 
 
 def test_toml_syntax_error(mistake, tmp_path):
@@ -316,6 +318,19 @@ def test_a_folder_that_is_no_run(mistake, tmp_path, words):
 @pytest.mark.parametrize("name", bundled_recipes())
 def test_bundled_recipes_parse(name):
     assert isinstance(read_recipe(name), Recipe)
+
+
+@pytest.mark.parametrize("name", sorted(bundled_recipes().keys() - {"smollm2-demo"}))
+def test_recipes_for_real_targets_hang_together(name):
+    """Each verb reads what the verb before wrote, and nothing is left over from a demo."""
+    recipe = read_recipe(name)
+    assert recipe.data.conversations == recipe.regenerate.output
+    assert recipe.evaluation.prompts == f"{recipe.data.prepared}/held_out.jsonl" and recipe.data.held_out > 0
+    own, default = flatten(asdict(recipe)), flatten(asdict(Recipe()))
+    free = ("device", "layout", "target.layer_ids", "drafter.", "optim.", "loss.", "data.overlap")
+    assert [key for key in own if key.startswith(free) and own[key] != default[key]] == []
+    asked = json.loads(recipe.regenerate.template_kwargs or "{}")
+    assert asked.get("enable_thinking") == recipe.data.enable_thinking, "answered in one mode, trained in another"
 
 
 def test_recipes_ls_and_show(capsys):

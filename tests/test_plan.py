@@ -237,6 +237,27 @@ def test_options_change_the_seconds_by_what_was_measured(capsys):
     assert figures.options["drafter.fp8"]["factor"] == pytest.approx(at["drafter head"] / at["head"], rel=0.01)
 
 
+def test_a_hub_target_needs_its_config_only(capsys, world, monkeypatch):
+    asked = []
+
+    def download(name: str, file: str, *, revision: str | None) -> str:
+        asked.append((name, file, revision))
+        return str(world / "target" / "config.json")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    text = said(capsys, "plan", "--target.path", "some/model", "--target.revision", "abc", "--gpus", "1")
+    assert asked == [("some/model", "config.json", "abc")] and text.startswith("some/model, NVIDIA H200")
+
+
+def test_memory_of_another_gpu_and_what_goes_to_disk(capsys):
+    words = ("plan", "--target.path", "Qwen/Qwen3-8B", "--gpus", "1")
+    assert "needs 95 GiB of 80" in said(capsys, *words, "--memory_gib", "80")
+    text = said(capsys, *words)
+    assert "needs" not in text
+    numbers = shape().drafter_weights * (2 + 4 + 4 + 4)
+    assert f"disk         {numbers / 1e9:.1f} GB a checkpoint" in text
+
+
 # Mistakes
 
 

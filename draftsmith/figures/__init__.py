@@ -74,20 +74,29 @@ class Figures:
             gpus_per_host=gpus_per_host,
         )
 
-    def config(self, path: str) -> Mapping[str, Any]:
-        """A target's config.json: of a folder, or of a known target."""
+    def config(self, path: str, revision: str | None = None) -> Mapping[str, Any]:
+        """A target's config.json: of a folder, of a known target, or from the hub."""
         file = Path(path) / "config.json"
         if path and file.is_file():
             try:
                 return json.loads(file.read_text())
             except ValueError as error:
                 raise UserError(f"{file} is not valid JSON: {error}") from error
-        if path not in self.targets:
-            raise UserError(
-                f"target.path is {path!r}: no folder with a config.json, and not one of {', '.join(self.targets)}; "
-                "give the target's folder"
-            )
-        return self.targets[path]
+        return self.targets[path] if path in self.targets else _hub_config(path, revision)
+
+
+def _hub_config(path: str, revision: str | None) -> Mapping[str, Any]:
+    """The config.json of a hub model, and nothing else of it."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        if path.count("/") != 1 or not all(path.split("/")):
+            raise ValueError("no folder with a config.json, and no hub name ORG/NAME")
+        return json.loads(Path(hf_hub_download(path, "config.json", revision=revision)).read_text())
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"target.path is {path!r}: {reason}; give the target's folder or its hub name") from error
 
 
 def read_figures(path: str) -> Figures:
