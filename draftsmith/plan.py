@@ -197,8 +197,8 @@ class Case:
             yield f"memory       on a {where} {describe(parts)}"
         yield f"expected     {outcome.tokens_per_s:,.0f} tokens/s, {outcome.step_seconds:.3f} s a step"
         kept = self.command.checkpoint.keep + 1  # one is written before the oldest is deleted
-        size = self.checkpoint_bytes
-        yield f"disk         {_size(size)} a checkpoint (weights, masters, moments), up to {kept} at a time and the best one"
+        size = _size(self.checkpoint_bytes)
+        yield f"disk         {size} a checkpoint (weights, masters, moments), up to {kept} at a time and the best one"
         if packs % roles.drafters:
             used = packs / (-(-packs // roles.drafters) * roles.drafters)
             yield f"uneven       {packs} packs on {roles.drafters} drafters use {used:.0%} of them; a multiple of"

@@ -271,7 +271,8 @@ def test_memory_of_another_gpu_and_what_goes_to_disk(capsys):
         (("--layout", "split"), "needs pipeline.targets and pipeline.drafters"),
         (("--layout", "split", "--pipeline.targets", "3", "--pipeline.drafters", "4"), "makes 7 processes"),
         (("--pipeline.targets", "3"), 'no effect with layout = "colocated"'),
-        (("--target.path", "nowhere"), "no folder with a config.json, and not one of Qwen/Qwen3-8B"),
+        (("--target.path", "nowhere"), "no folder with a config.json, and no hub name ORG/NAME"),
+        (("--memory_gib", "0"), "memory_gib is 0.0"),
         (("--figures", "nowhere.json"), "figures nowhere.json cannot be read: No such file"),
     ],
 )
