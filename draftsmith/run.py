@@ -87,7 +87,11 @@ class RunFolder:
             self._compare_versions(self.last.facts.get("versions", {}))
         self.step = self.last.step if self.last else 0
         ledger = self.path / "ledger.jsonl"
-        self.ledger = Ledger.resume(ledger, self.step, self.last.facts["ledger"]) if self.last else Ledger(ledger)
+        self.ledger = (
+            Ledger.resume(ledger, self.step, self.last.facts["ledger"], warn=warn)
+            if self.last
+            else Ledger(ledger, warn=warn)
+        )
         self.metrics = MetricsFile(self.path / "metrics.jsonl", step=self.step if self.last else -1, warn=warn)
 
     @property
@@ -126,7 +130,7 @@ class RunFolder:
             self._failed_saves += 1
             if last or self._failed_saves >= MAX_FAILED_SAVES:
                 raise
-            self._warn(f"{error} Training goes on.")
+            self._warn(f"{str(error).rstrip('.')}. Training goes on.")
             return None
         self._failed_saves = 0
         best = facts.get("best")

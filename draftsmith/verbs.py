@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from draftsmith.data.statistics import anchors_of
 from draftsmith.data.statistics import measure as measure_set
 from draftsmith.decode import Decoded, Sampling, decode_speculative
 from draftsmith.drafters import DRAFTERS, DFlashDrafter
-from draftsmith.errors import UserError
+from draftsmith.errors import EnvironmentFault, UserError
 from draftsmith.evaluate import chat_arguments
 from draftsmith.export import EXPORTS
 from draftsmith.export.publish import publish
@@ -180,7 +181,9 @@ def export_run(command: commands.ExportCommand, console: Console) -> tuple[Path,
     single = command.output and command.to != "all"
     folders = {layout: parent if single else parent / layout for layout in layouts}
     recipe = replace(recipe, run=command.run)
-    publish(folders, recipe, found, target, drafter, recorded_prompts(recipe, target, command), command.license)
+    publish(
+        folders, recipe, found, target, drafter, recorded_prompts(recipe, target, command, console), command.license
+    )
     served_target = recipe.target.path, recipe.target.revision
     for layout, folder in folders.items():
         console.say(f"wrote {folder}: {layout} layout of {found.path.name}, bf16")
@@ -195,11 +198,12 @@ def export_run(command: commands.ExportCommand, console: Console) -> tuple[Path,
 def finish(recipe: config.Recipe, console: Console, recorded_prompts: int = 4) -> None:
     """At the end of a run: export its best checkpoint and check it in a fresh process, as `at_end` says.
 
-    Raises CheckFailed if the export is not the trained drafter; the run itself is complete by then.
+    Raises CheckFailed if the export is not the trained drafter, EnvironmentFault if that could not be found out; the
+    run itself is complete by then.
     """
     if recipe.at_end == "nothing":
         return
-    torch.cuda.empty_cache()
+    release_memory()
     place = commands.Place(trust_remote_code=recipe.target.trust_remote_code)
     command = commands.ExportCommand(
         run=recipe.run, device=recipe.device, recorded_prompts=recorded_prompts, target=place
@@ -211,13 +215,26 @@ def finish(recipe: config.Recipe, console: Console, recorded_prompts: int = 4) -
     words += ["--device", recipe.device, "--target.trust_remote_code", str(recipe.target.trust_remote_code)]
     if recipe.target.revision:
         words += ["--target.revision", recipe.target.revision]
+    release_memory()  # the child loads a target of its own
     ended = subprocess.run([sys.executable, "-m", "draftsmith", *words], capture_output=True, text=True)
     for line in ended.stdout.splitlines():
         if not line.startswith("next:"):
             console.say(line)
     if ended.returncode:
-        reason = ended.stderr.strip().splitlines()[-1:] or [f"verify ended with {ended.returncode}"]
-        raise CheckFailed(f"the run is complete, but its export is not as trained: {reason[0]}")
+        reason = (ended.stderr.strip().splitlines() or [f"verify ended with {ended.returncode}"])[-1]
+        reason = reason.removeprefix("draftsmith: ")
+        if ended.returncode == CheckFailed.exit_code:
+            raise CheckFailed(f"the run is complete, but its export is not as trained: {reason}")
+        raise EnvironmentFault(
+            f"the run is complete and exported, but the export could not be verified: {reason}. Try again with: "
+            f"draftsmith {' '.join(words[:4])}"
+        )
+
+
+def release_memory() -> None:
+    """Give back what models that nobody uses any more hold on the GPU."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def verify(command: commands.VerifyCommand) -> None:
@@ -237,11 +254,24 @@ def verify(command: commands.VerifyCommand) -> None:
     console.say(f"next: {line}")
 
 
-def recorded_prompts(recipe: config.Recipe, target: HFTarget, command: commands.ExportCommand) -> list[torch.Tensor]:
-    """Held-out prompts of the run, rendered; random text if there are none or they shall stay private."""
-    if not command.recorded_prompts or not Path(recipe.evaluation.prompts).is_file():
+def recorded_prompts(
+    recipe: config.Recipe, target: HFTarget, command: commands.ExportCommand, console: Console
+) -> list[torch.Tensor]:
+    """Held-out prompts of the run, rendered; random text if it has none or they shall stay private. Says which.
+
+    Raises DataError if the recipe's prompts cannot be read.
+    """
+    path, count = recipe.evaluation.prompts, command.recorded_prompts
+    if not count or not path:
+        why = "as asked" if path else "the run's recipe names no evaluation.prompts"
+        console.say(f"recorded for verify: the drafter on random text ({why})")
         return synthetic_prompts(target, 2)
-    prompts = read_prompts(recipe.evaluation.prompts, command.recorded_prompts)
+    try:
+        prompts = read_prompts(path, count)
+    except UserError as error:
+        hint = "to record the drafter on random text instead, give --recorded_prompts 0"
+        raise type(error)(f"the prompts to record with the export cannot be read: {error} ({hint})") from error
+    console.say(f"recorded for verify: the drafter on {len(prompts)} prompts of {path}, as token ids")
     arguments = chat_arguments(recipe.evaluation, recipe.data)
     return [torch.from_numpy(prompt_tokens(target.tokenizer, p, arguments)).to(target.device) for p in prompts]
 

@@ -12,11 +12,15 @@ from draftsmith.errors import EnvironmentFault
 from draftsmith.ledger import CorruptLedger, Ledger
 
 
+def record(ledger: Ledger, step: int) -> str:
+    return ledger.append(step, step // 3, [2 * step, 2 * step + 1], [f"sample-{step}", "ü"])
+
+
 def filled(path: Path, steps: int) -> list[str]:
     ledger = Ledger(path)
     hashes = [ledger.hash]
     for step in range(1, steps + 1):
-        hashes.append(ledger.append(step, step // 3, [2 * step, 2 * step + 1], [f"sample-{step}", "ü"]))
+        hashes.append(record(ledger, step))
     ledger.sync()
     ledger.close()
     return hashes
@@ -34,7 +38,7 @@ def test_ledger_resumed_equals_never_stopped(tmp_path):
         assert ledger.hash == straight[cut]
         assert len(path.read_bytes().splitlines()) == cut
         for step in range(cut + 1, 7):
-            assert ledger.append(step, step // 3, [2 * step, 2 * step + 1], [f"sample-{step}", "ü"]) == straight[step]
+            assert record(ledger, step) == straight[step]
         ledger.close()
     assert path.read_bytes() == (tmp_path / "straight.jsonl").read_bytes()
     Ledger.resume(path, 0, straight[0]).close()
@@ -79,15 +83,38 @@ def test_missing_ledger_and_unrecorded_lines(tmp_path):
 
 
 def test_ledger_on_a_full_disk(tmp_path):
-    ledger = Ledger(tmp_path / "ledger.jsonl")
-    before = ledger.append(1, 0, [0], ["a"])
+    straight, said = filled(tmp_path / "straight.jsonl", 5), []
+    path = tmp_path / "full.jsonl"
+    ledger = Ledger(path, warn=said.append)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))  # the second line is cut
+    try:
+        for step in (1, 2, 3):
+            assert record(ledger, step) == straight[step]
+        with pytest.raises(EnvironmentFault, match="full.jsonl"):
+            ledger.sync()
+        assert len(said) == 1 and "full.jsonl" in said[0] and "training goes on" in said[0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    ledger.sync()
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == straight[3]
+    record(ledger, 4)
+    assert record(ledger, 5) == straight[5] and len(said) == 1
+    ledger.close()
+    assert path.read_bytes() == (tmp_path / "straight.jsonl").read_bytes()
+
+
+def test_killed_on_a_full_disk_the_ledger_resumes(tmp_path):
+    path, said = tmp_path / "ledger.jsonl", []
+    ledger = Ledger(path, warn=said.append)
+    before = record(ledger, 1)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (70, limit[1]))
     try:
-        with pytest.raises(EnvironmentFault, match="ledger.jsonl"):
-            ledger.append(2, 0, [1], ["b"])
+        record(ledger, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert ledger.hash == before
     ledger.close()
-    Ledger.resume(tmp_path / "ledger.jsonl", 1, before).close()
+    assert not path.read_bytes().endswith(b"\n")
+    Ledger.resume(path, 1, before).close()
+    assert path.read_bytes().endswith(b"\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 from dataclasses import replace
@@ -16,6 +17,7 @@ from draftsmith.checks import check_recipe
 from draftsmith.config import Recipe
 from draftsmith.data.dataset import PreparedDataset
 from draftsmith.errors import DataError, Diverged, EnvironmentFault, UserError
+from draftsmith.ledger import Ledger
 from draftsmith.targets import HFTarget
 from draftsmith.telemetry import Console
 from draftsmith.train import train
@@ -251,6 +253,36 @@ def test_a_full_disk_is_a_warning_at_first(recipe, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert said.count("No space left on device") == 2 and said.count("Training goes on") == 2
     assert newest(recipe).step == 6
+
+
+def full_for_the_ledger(monkeypatch: pytest.MonkeyPatch, steps: range) -> None:
+    """The disk takes no line of the ledger while these steps are the last."""
+    write = Ledger._write
+
+    def failing(self):
+        if self._step in steps:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self)
+
+    monkeypatch.setattr(Ledger, "_write", failing)
+
+
+def test_a_disk_too_full_for_the_ledger_is_a_failed_save(recipe, monkeypatch, capsys):
+    full_for_the_ledger(monkeypatch, range(2, 5))
+    recipe = with_options(quiet(recipe, steps=6), "checkpoint", every=3)
+    train(recipe, Console())
+    said = capsys.readouterr().out
+    assert said.count("kept in memory until the next save") == 1 and said.count("Training goes on.") == 1
+    ledger = (Path(recipe.run) / "ledger.jsonl").read_bytes()
+    assert ledger.count(b"\n") == 6 and newest(recipe).facts["ledger"] == hashlib.sha256(ledger).hexdigest()
+    assert [path.name for path in (Path(recipe.run) / "checkpoints").iterdir()] == ["step-00000006"]
+
+
+def test_a_ledger_that_cannot_be_written_at_the_end_ends_the_run_with_an_error(recipe, monkeypatch):
+    full_for_the_ledger(monkeypatch, range(5, 7))
+    with pytest.raises(EnvironmentFault, match="the ledger .* cannot be written: .*No space left") as raised:
+        train(saves_often(recipe), Console())
+    assert raised.value.exit_code == 3 and newest(recipe).step == 4
 
 
 def test_a_disk_that_stays_full_ends_the_run_after_three_saves(recipe, monkeypatch):

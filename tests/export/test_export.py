@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import shlex
 import shutil
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,10 +27,12 @@ from draftsmith.export.publish import _hub_sets, describe
 from draftsmith.export.serve import serve_commands, sglang_objections
 from draftsmith.export.speculators import speculators_config
 from draftsmith.export.zlab import zlab_config
+from draftsmith.findings import CheckFailed
 from draftsmith.run import find_checkpoint
 from draftsmith.targets import HFTarget
 from draftsmith.telemetry import Console
 from draftsmith.train import train
+from draftsmith.verbs import finish
 from tests.conftest import make_recipe, with_options
 from tests.handmade import tiny_drafter
 from tests.test_run import contents
@@ -233,6 +238,49 @@ def test_all_layouts_are_checked_before_the_first_is_written(run, tmp_path, caps
     with pytest.raises(SystemExit):
         main(["export", run.run, "--to", "all", "--output", str(tmp_path / "out")])
     assert not (tmp_path / "out" / "zlab").exists()
+
+
+def test_prompts_that_cannot_be_read_are_an_error(run, tmp_path, capsys):
+    copy = tmp_path / "run"
+    shutil.copytree(run.run, copy)
+    recipe = copy / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace("prompts.jsonl", "gone.jsonl"))
+    with pytest.raises(SystemExit) as ended:
+        main(["export", str(copy), "--output", str(tmp_path / "out")])
+    error = capsys.readouterr().err
+    assert ended.value.code == 4 and "gone.jsonl: no such file" in error and "--recorded_prompts 0" in error
+    assert not (tmp_path / "out").exists()
+    main(["export", str(copy), "--output", str(tmp_path / "out"), "--recorded_prompts", "0"])
+    assert "the drafter on random text (as asked)" in capsys.readouterr().out
+
+
+def test_export_says_which_prompts_it_recorded(run, tmp_path, capsys):
+    main(["export", run.run, "--output", str(tmp_path / "out")])
+    assert f"the drafter on 4 prompts of {run.evaluation.prompts}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("code", "stderr", "kind", "said"),
+    [
+        (4, "draftsmith: FAIL tensors", CheckFailed, "its export is not as trained: FAIL tensors"),
+        (
+            3,
+            "draftsmith: no memory",
+            EnvironmentFault,
+            "could not be verified: no memory. Try again with: draftsmith v",
+        ),
+        (1, "Traceback\nImportError: x", EnvironmentFault, "could not be verified: ImportError: x"),
+        (-9, "", EnvironmentFault, "could not be verified: verify ended with -9"),
+    ],
+)
+def test_only_a_failed_check_says_that_the_export_is_not_as_trained(run, monkeypatch, code, stderr, kind, said):
+    def ended(words, **more):
+        return subprocess.CompletedProcess(words, code, stdout="", stderr=stderr)
+
+    monkeypatch.setattr("draftsmith.verbs.subprocess.run", ended)
+    with pytest.raises(kind, match=re.escape(said)) as raised:
+        finish(replace(run, at_end="verify"), Console(io.StringIO()))
+    assert raised.value.exit_code == (4 if code == 4 else 3) and type(raised.value) is kind
 
 
 def test_held_out_prompts_stay_private_if_asked(run, tmp_path, capsys):
