@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -173,11 +173,14 @@ def newest_valid(
     return None
 
 
-def prune(folder: Path, keep: int, best: str | None, *, run_id: str | None = None) -> list[str]:
+def prune(
+    folder: Path, keep: int, best: str | None, *, run_id: str | None = None, verified: Collection[str] = ()
+) -> list[str]:
     """Delete checkpoints older than the newest `keep` valid ones, except `best`; returns the names deleted.
 
     Only folders with an intact manifest of the run (`run_id`, or that of the newest valid one) and no file besides
-    those it lists are deleted. Nothing is, unless `keep` (at least 2) newer ones verify now.
+    those it lists are deleted. Nothing is, unless `keep` (at least 2) newer ones verify now; of those in `verified`,
+    which this process has written or read before, only manifest and sizes are looked at again.
     """
     if keep < 2:
         raise UserError(f"checkpoint.keep is {keep}; at least 2 are kept, so that one damaged file never ends a run")
@@ -185,13 +188,14 @@ def prune(folder: Path, keep: int, best: str | None, *, run_id: str | None = Non
     deleted = []
     for path in _candidates(folder):
         try:
-            if valid < keep:
-                found = load(path)
-                run_id = run_id or found.run_id
-                valid += found.run_id == run_id
-                continue
+            if valid < keep and path.name not in verified:
+                load(path)
             manifest = _read_manifest(path)
             _check_listing(path, manifest)
+            if valid < keep:
+                run_id = run_id or manifest["run_id"]
+                valid += manifest["run_id"] == run_id
+                continue
         except CorruptCheckpoint:
             continue  # `newest_valid` reports damage; here it only means: not ours to delete
         if path.name != best and manifest["run_id"] == run_id:

@@ -72,6 +72,8 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self._warn = warn
         self._failed_saves = 0
+        self._verified: set[str] = set()
+        """Checkpoints that this process has written or read, every byte of them."""
         refuse_other_recipe(recipe)
         self.generation = checkpoint.claim(self.path)
         _replace_text(self.path / "recipe.toml", to_toml(recipe))
@@ -82,6 +84,7 @@ class RunFolder:
                 "folder away to begin anew"
             )
         if self.last:
+            self._verified.add(self.last.path.name)
             self._refuse_other_checkpoint(self.last)
             self._refuse_other_inputs(self.last.facts["fingerprints"])
             self._compare_versions(self.last.facts.get("versions", {}))
@@ -133,10 +136,10 @@ class RunFolder:
             self._warn(f"{str(error).rstrip('.')}. Training goes on.")
             return None
         self._failed_saves = 0
-        best = facts.get("best")
-        checkpoint.prune(
-            self.checkpoints, self.recipe.checkpoint.keep, best["checkpoint"] if best else None, run_id=self.run_id
-        )
+        self._verified.add(path.name)
+        best, keep = facts.get("best"), self.recipe.checkpoint.keep
+        kept = best["checkpoint"] if best else None
+        checkpoint.prune(self.checkpoints, keep, kept, run_id=self.run_id, verified=self._verified)
         return path.name
 
     def write_results(self, results: dict) -> None:

@@ -340,6 +340,24 @@ def test_prune_deletes_nothing_until_enough_verify(folder):
         checkpoint.prune(folder, 1, None)
 
 
+def test_prune_reads_again_only_what_this_process_has_not(folder, monkeypatch):
+    names = [save(folder, step).name for step in range(1, 5)]
+    read = []
+    measure = checkpoint._measure
+    monkeypatch.setattr(checkpoint, "_measure", lambda path: read.append(path.parent.name) or measure(path))
+    assert checkpoint.prune(folder, 2, None, verified=names[3:]) == names[:2][::-1]
+    assert set(read) == {names[2]}, "the older one of those that stay; the newer one was known"
+    read.clear()
+    assert checkpoint.prune(folder, 2, None, verified=names) == [] and read == []
+
+
+def test_prune_notices_a_known_checkpoint_that_lost_a_part(folder):
+    names = [save(folder, step).name for step in range(1, 4)]
+    (folder / names[2] / "model.safetensors").write_bytes(b"cut")
+    assert checkpoint.prune(folder, 2, None, verified=names) == []
+    assert sorted(path.name for path in folder.iterdir()) == names
+
+
 def test_prune_of_a_named_run_ignores_newer_foreign_ones(folder):
     for step in range(1, 4):
         save(folder, step)
