@@ -60,6 +60,16 @@ def dense_mask(spans: Intervals, num_context: int) -> Bool[Tensor, "q key"]:
     return torch.cat([sees_context, sees_draft], dim=1)
 
 
+def row_masks(spans: Intervals, block_size: int, num_context: int) -> Bool[Tensor, "anc slot key"]:
+    """As `dense_mask`, for blocks that each have a context of their own; keys are the context, then the own block."""
+    ends = (spans.ctx_lo, spans.ctx_hi, spans.blk_lo, spans.blk_hi)
+    ctx_lo, ctx_hi, blk_lo, blk_hi = (end.view(-1, block_size, 1) for end in ends)
+    context = torch.arange(num_context, device=ctx_lo.device)
+    first = torch.arange(0, ctx_lo.numel(), block_size, device=ctx_lo.device)
+    draft = first[:, None, None] + torch.arange(block_size, device=ctx_lo.device)
+    return torch.cat([(context >= ctx_lo) & (context < ctx_hi), (draft >= blk_lo) & (draft < blk_hi)], dim=-1)
+
+
 TILE = 128
 """Rows and columns of a tile of scores, as attention kernels skip them."""
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.visibility import TILE, dense_mask, intervals, listed, tile_lists
+from draftsmith.visibility import TILE, dense_mask, intervals, listed, row_masks, tile_lists
 
 BLOCK = 4
 NUM_CONTEXT = 40
@@ -140,3 +140,14 @@ def as_table(num: torch.Tensor, listed: torch.Tensor) -> torch.Tensor:
 def test_listing_is_a_well_made_operation():
     """What torch.compile is told of it (schema, shapes, types) is true."""
     torch.library.opcheck(listed, (torch.rand(6, 9) > 0.5,))
+
+
+@pytest.mark.parametrize(("window", "causal"), list(product(WINDOWS, [False, True])))
+def test_rows_with_contexts_of_their_own(window, causal):
+    """Row r alone, by the dense mask."""
+    start = np.array([0, 3, 11, 20])
+    spans = intervals(start, start * 0, BLOCK, window=window, causal=causal)
+    masks = row_masks(spans, BLOCK, NUM_CONTEXT)
+    for row, one in enumerate(start):
+        alone = intervals(start[row : row + 1], np.array([0]), BLOCK, window=window, causal=causal)
+        assert torch.equal(masks[row], dense_mask(alone, NUM_CONTEXT)), one

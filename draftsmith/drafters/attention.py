@@ -21,9 +21,19 @@ def attend(
     mask: Bool[Tensor, "q key"] | BlockMask,
 ) -> Float[Tensor, "q head dim"]:
     """Grouped-query attention; each key and value head serves an equal share of the query heads, in order."""
+    if not isinstance(mask, BlockMask):
+        return attend_rows(query[None], key[None], value[None], mask[None])[0]
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-    if isinstance(mask, BlockMask):
-        out = flex(query, key, value, mask)
-    else:
-        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-    return out[0].transpose(0, 1)
+    return flex(query, key, value, mask)[0].transpose(0, 1)
+
+
+def attend_rows(
+    query: Float[Tensor, "row q head dim"],
+    key: Float[Tensor, "row key kv_head dim"],
+    value: Float[Tensor, "row key kv_head dim"],
+    mask: Bool[Tensor, "row q key"],
+) -> Float[Tensor, "row q head dim"]:
+    """`attend` for rows that have keys of their own."""
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None], enable_gqa=True)
+    return out.transpose(1, 2)

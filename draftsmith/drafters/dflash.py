@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 from typing import no_type_check
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, Qwen3Config
 
@@ -22,8 +23,8 @@ from draftsmith.config import DFlashOptions
 from draftsmith.drafters.layers import DecoderLayer, RMSNorm, Rotary
 from draftsmith.errors import UserError
 from draftsmith.flex import flex_mask
-from draftsmith.types import Blocks, Draft, Features
-from draftsmith.visibility import dense_mask, intervals
+from draftsmith.types import Blocks, Draft, Features, Intervals
+from draftsmith.visibility import dense_mask, intervals, row_masks
 
 
 @no_type_check  # jaxtyping's checks cannot wrap the __init__ that transformers gives to configs
@@ -203,6 +204,29 @@ class DFlashDrafter(PreTrainedModel):
         position = torch.arange(start, start + size, device=embedded.device)
         with torch.compiler.set_stance("force_eager"):  # lengths differ from call to call
             return self._decode(embedded, position, context, masks, size)
+
+    def propose_rows(
+        self,
+        context: list[tuple[Float[Tensor, "row tok kv_head dim"], Float[Tensor, "row tok kv_head dim"]]],
+        embedded: Float[Tensor, "row slot hid"],
+        position: Int[Tensor, "row slot"],
+        masks: dict[str, Bool[Tensor, "row slot key"]],
+    ) -> Float[Tensor, "row drafted hid"]:
+        """A block for each row of a static cache of contexts; the mask of each kind of layer says which keys exist."""
+        rows, slots = position.shape
+        hidden = self._decode(embedded.flatten(0, 1), position.flatten(), context, masks, slots)
+        return hidden.unflatten(0, (rows, -1))
+
+    def row_masks(self, start: Int[np.ndarray, " row"], num_context: int) -> dict[str, Bool[Tensor, "row slot key"]]:
+        """Masks for `propose_rows`, on the drafter's device: row r has `start[r]` of `num_context` context tokens."""
+        masks, size = {}, self.config.block_size
+        for kind in set(self.config.kinds):
+            window = self.config.sliding_window if kind == "sliding_attention" else None
+            spans = intervals(start, start * 0, size, window=window, causal=self.config.causal(kind))
+            masks[kind] = row_masks(
+                Intervals(**{k: v.to(self.device) for k, v in vars(spans).items()}), size, num_context
+            )
+        return masks
 
     def _decode(self, x, position, context, masks, slots: int) -> Float[Tensor, "kept hid"]:
         rope = self.rotary(position)

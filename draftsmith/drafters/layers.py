@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from draftsmith.drafters.attention import attend
+from draftsmith.drafters.attention import attend, attend_rows
 
 
 class RMSNorm(nn.Module):
@@ -114,13 +114,19 @@ class Attention(nn.Module):
         self,
         x: Float[Tensor, "q hid"],
         rope: tuple[Tensor, Tensor],
-        context: tuple[Float[Tensor, "tok kv_head dim"], Float[Tensor, "tok kv_head dim"]],
-        mask: Bool[Tensor, "q key"] | BlockMask,
+        context: tuple[Float[Tensor, "*row tok kv_head dim"], Float[Tensor, "*row tok kv_head dim"]],
+        mask: Bool[Tensor, "*row q_row key"] | BlockMask,
         slots: int = 0,
     ) -> Float[Tensor, "kept hid"]:
+        """The queries share the context and see each other as the mask says, or are equal parts of rows of contexts."""
         query = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), rope)
         key, value = self.keys_values(x, rope)
-        out = attend(query, torch.cat([context[0], key]), torch.cat([context[1], value]), mask)
+        if context[0].ndim == 3 or isinstance(mask, BlockMask):
+            out = attend(query, torch.cat([context[0], key]), torch.cat([context[1], value]), mask)
+        else:
+            query, key, value = (part.unflatten(0, (len(context[0]), -1)) for part in (query, key, value))
+            keys, values = torch.cat([context[0], key], dim=1), torch.cat([context[1], value], dim=1)
+            out = attend_rows(query, keys, values, mask).flatten(0, 1)
         return self.o_proj(drafted(out.flatten(1), slots))
 
 
@@ -159,8 +165,8 @@ class DecoderLayer(nn.Module):
         self,
         x: Float[Tensor, "q hid"],
         rope: tuple[Tensor, Tensor],
-        context: tuple[Float[Tensor, "tok kv_head dim"], Float[Tensor, "tok kv_head dim"]],
-        mask: Bool[Tensor, "q key"] | BlockMask,
+        context: tuple[Float[Tensor, "*row tok kv_head dim"], Float[Tensor, "*row tok kv_head dim"]],
+        mask: Bool[Tensor, "*row q_row key"] | BlockMask,
         slots: int = 0,
     ) -> Float[Tensor, "kept hid"]:
         if self.recompute == "layer":

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
@@ -135,6 +136,23 @@ def test_serving_a_block_equals_training_on_it(options, anchor):
     cached = drafter.project(context[5 : 5 + anchor], torch.arange(anchor))
     served = drafter.propose(cached, embedded[pack.blocks.anchor == 5 + anchor][0])
     torch.testing.assert_close(served, trained, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+def test_rows_of_a_static_cache_equal_one_block_at_a_time(options):
+    drafter, _, context, embedded = scene([40], [[1, 12, 39]], block_size=8, **options)
+    start, width = np.array([1, 12, 39]), 48
+    cache = [(torch.randn(3, width, *key.shape[1:]), torch.randn(3, width, *key.shape[1:])) for key, _ in
+             drafter.project(context, torch.arange(40))]  # fmt: skip
+    alone = []
+    for row, length in enumerate(start.tolist()):
+        cached = drafter.project(context[:length], torch.arange(length))
+        for (keys, values), (key, value) in zip(cache, cached, strict=True):
+            keys[row, :length], values[row, :length] = key, value
+        alone.append(drafter.propose(cached, embedded[row]))
+    place = torch.from_numpy(start)[:, None] + torch.arange(8)
+    rows = drafter.propose_rows(cache, embedded[:3], place, drafter.row_masks(start, width))
+    torch.testing.assert_close(rows, torch.stack(alone), rtol=1e-4, atol=1e-5)
 
 
 def test_served_context_may_arrive_in_pieces():
