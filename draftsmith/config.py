@@ -245,7 +245,7 @@ class RegenerateOptions:
     """0: no limit."""
     top_p: float = 1.0
     batch: int = 32
-    """Prompts answered side by side."""
+    """Prompts answered side by side on this machine; where an answer ends, the next prompt takes its place."""
     limit: int | None = None
     """Answer only the first so many prompts."""
     unfinished: Literal["keep", "drop"] = "keep"
@@ -268,7 +268,12 @@ class RegenerateOptions:
     turns: Literal["last", "all"] = "last"
     """last: answer the last question. all: answer every question in turn, given answers (not tool calls) replaced."""
     token_ids: bool = False
-    """Ask the servers for token ids and keep them (vLLM), so that prepare uses the very tokens."""
+    """Keep the answers' token ids with the rows, so that prepare uses the very tokens. Servers: vLLM gives them."""
+    drafter: str = ""
+    """Without servers: a trained drafter of this target (a run, a checkpoint or an export), for the same answers in
+    fewer steps of the target."""
+    cuda_graph: bool = False
+    """Without servers, on a GPU: replay each step as a CUDA graph, where the GPU would wait for the host."""
 
 
 @dataclass(frozen=True, kw_only=True)

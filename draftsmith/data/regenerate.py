@@ -1,62 +1,46 @@
 """Let the target answer prompts, so that the drafter learns to continue what the target itself writes.
 
 Every prompt is rendered with the target's own chat template and answered by its plain distribution: the sampling
-defaults and penalties that some models carry in their generation config are switched off, because speculative decoding
+defaults and penalties that some models carry in their generation config are not applied, because speculative decoding
 verifies drafts against the plain distribution too.
 
-Sampling draws one uniform number per row and step, from a generator seeded with (seed, id) alone, and inverts the
-cumulative distribution at it: a row's draws do not depend on its neighbours in the batch, nor on where a killed run was
-resumed. What remains is rounding: another batch composition pads differently, and logits that nearly tie may then
-resolve differently, greedy or sampled.
+A row's answer depends on its prompt, its sampling options and its seed (see `sampling`), not on its neighbours, nor on
+where a killed run was resumed, nor on a drafter. What remains is rounding: another width of the cache adds in another
+order, and logits that nearly tie may then resolve differently, greedy or sampled.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from itertools import groupby
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.config import RegenerateOptions
+from draftsmith.data.asking import check_common, check_sampling
 from draftsmith.data.chat import render_prompt
-from draftsmith.data.output import recover, row_bytes
-from draftsmith.data.prompts import Prompt, content_id, read_prompts
-from draftsmith.data.server import questions as turns_of
-from draftsmith.data.server import template_arguments
+from draftsmith.data.dialogue import Dialogue
+from draftsmith.data.output import Output, open_output
+from draftsmith.data.prompts import Prompt, read_prompts
+from draftsmith.data.sampling import Choice
+from draftsmith.data.slots import attending_by_slots
 from draftsmith.data.template import check_arguments
+from draftsmith.data.writer import Answer, Writer
+from draftsmith.drafters import DFlashDrafter
 from draftsmith.errors import DataError, UserError
 
 WINDOW = 16
-"""Batches that are sorted by length together: little padding, yet every stretch of the output mixes all lengths."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    prompt: Prompt
-    tokens: list[int]
-    """The rendered prompt up to where the answer begins."""
-    arguments: dict[str, Any]
-    """Of the chat template."""
+"""Batches whose prompts are sorted by length: little padding, yet every stretch of the output mixes all lengths."""
+REPORT_SECONDS = 10.0
+"""Between two lines of progress."""
+NAMES = {"max_tokens": "max_new_tokens"}
+"""What a row's sampling calls options that have another name here."""
 
 
 def regenerate(
@@ -66,219 +50,165 @@ def regenerate(
     *,
     device: torch.device,
     report: Callable[[str], None],
+    drafter: DFlashDrafter | None = None,
 ) -> dict[str, int | float]:
     """Answer the prompts of `options.prompts` and append the conversations to `options.output`.
 
-    A line of the output holds {"id", "messages", "tags", "finish"}; finish is "stop" (the target ended its answer) or
-    "length" (cut after max_new_tokens). Rows whose id the output already holds are skipped, so a killed run continues
-    when called again, with whatever order or limit; answers that `unfinished = "drop"` left out are tried again. The
-    options that shape an answer are not stored: give another output when they change.
+    A line of the output holds {"id", "messages", "tags", "finish", "asked"}; finish is "stop" (the target ended its
+    last answer) or "length" (cut after max_new_tokens). Rows whose id the output already holds are skipped, so a killed
+    run continues when called again, with whatever order or limit; answers that `unfinished = "drop"` left out are tried
+    again. The options that shape an answer are not stored: give another output when they change.
 
     Returns counts: answered (rows appended), skipped (there already), duplicates (prompts that occur again in the
-    input), stop and length (how the answers ended), dropped (of length, not appended), retokenised (of answered: the
-    text encodes to other tokens than those the target wrote), tokens (generated, end tokens included), seconds. Raises
-    UserError for bad options and DataError for unusable prompts or a damaged output.
+    input), stop and length (how their last answers ended), dropped (of length, not appended), shortened (of answered:
+    turns 'all' had no room for a further turn), retokenised (answers whose text encodes to other tokens than those
+    the target wrote), tokens (generated, end tokens included), seconds; with a drafter, cycles and accept_length
+    (tokens a cycle). Raises UserError for bad options and DataError for unusable prompts or a damaged output.
     """
-    _check(options)
-    prompts = read_prompts(options.prompts, options.limit)
-    arguments = template_arguments(options)
-    output = Path(options.output)
-    unique = {prompt.id: prompt for prompt in prompts}
-    done = recover(output)
-    for name, answered in done.items():
-        if name in unique and content_id(unique[name].messages) != answered:
-            raise DataError(f"{output}: id {name!r} answers another prompt than the one in {options.prompts}.")
-    waiting = [prompt for prompt in unique.values() if prompt.id not in done]
-    positions = model.config.get_text_config().max_position_embeddings
-    questions = [_render(prompt, tokenizer, positions, options, arguments) for prompt in waiting]
-
-    counts = {"answered": 0, "skipped": len(unique) - len(waiting), "duplicates": len(prompts) - len(unique)}
-    counts |= {"stop": 0, "length": 0, "dropped": 0, "retokenised": 0, "tokens": 0, "seconds": 0.0}
-    start, asked = time.perf_counter(), 0
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("ab") as file:
-        for batch in _batches(questions, options.batch):
-            for question, tokens, finish in _answer(batch, model, tokenizer, options, device):
-                counts[finish] += 1
-                counts["tokens"] += len(tokens) + (finish == "stop")
-                if finish == "length" and options.unfinished == "drop":
-                    counts["dropped"] += 1
-                    continue
-                counts["answered"] += 1
-                text = str(tokenizer.decode(tokens))
-                counts["retokenised"] += tokenizer(text, add_special_tokens=False)["input_ids"] != tokens
-                file.write(row_bytes(_row(question, text, finish)))
-            file.flush()
-            os.fsync(file.fileno())
-            asked += len(batch)
-            counts["seconds"] = time.perf_counter() - start
-            rate = counts["tokens"] / counts["seconds"]
-            report(f"{asked}/{len(questions)} answers, {counts['tokens']} tokens, {rate:.0f} tokens/s")
-    return counts
+    arguments = check_options(options, device)
+    prompts = read_prompts(options.prompts, options.limit, answered=options.turns == "all")
+    with open_output(Path(options.output), prompts, options.prompts) as output:
+        run = _Run(model, tokenizer, options, output, report)
+        waiting = deque(in_order([run.begin(prompt, arguments) for prompt in output.waiting], options.batch))
+        if waiting:
+            slots = min(options.batch, len(waiting))
+            with attending_by_slots(model):
+                run.go(Writer(model, run.stop_ids, slots, drafter, graphs=options.cuda_graph), waiting)
+    return run.counts
 
 
-def _check(options: RegenerateOptions, whose: str = "") -> None:
-    if not options.prompts or not options.output:
-        raise UserError("regenerate needs both 'prompts' and 'output', the paths of two JSONL files.")
-    if Path(options.prompts).resolve() == Path(options.output).resolve():
-        raise UserError(f"'prompts' and 'output' are the same file, {options.output}. Choose another output.")
-    if options.servers or options.model or options.api_key_env or options.token_ids or options.turns != "last":
-        raise UserError(
-            "model, api_key_env, token_ids and turns 'all' need 'servers'; without, the target answers here."
+def check_options(options: RegenerateOptions, device: torch.device) -> dict[str, Any]:
+    """The chat template's arguments. UserError for options that make no sense on this machine."""
+    arguments = check_common(options)
+    if options.batch < 1:
+        raise UserError(f"regenerate.batch {options.batch}: must be at least 1.")
+    if options.servers or options.model or options.api_key_env:
+        raise UserError("model and api_key_env need 'servers'; without, the target answers here.")
+    if options.cuda_graph and device.type != "cuda":
+        raise UserError("regenerate.cuda_graph needs a GPU; leave it out, or give --device cuda")
+    return arguments
+
+
+def in_order(answers: list[Answer], batch: int) -> list[Answer]:
+    """As given, but sorted by length within each window; the longest first, so that memory runs out early or never."""
+    size = WINDOW * batch
+    windows = (answers[begin : begin + size] for begin in range(0, len(answers), size))
+    return [answer for window in windows for answer in sorted(window, key=lambda one: -len(one.prompt))]
+
+
+class _Run:
+    """What is the same for all rows, and the counts."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        options: RegenerateOptions,
+        output: Output,
+        report: Callable[[str], None],
+    ) -> None:
+        self.tokenizer, self.options, self.output, self.report = tokenizer, options, output, report
+        self.stop_ids = _stop_ids(model, tokenizer)
+        self.positions = model.config.get_text_config().max_position_embeddings
+        counted = ("stop", "length", "dropped", "shortened", "retokenised", "tokens", "seconds")
+        self.counts: dict[str, int | float] = {"answered": 0, **output.counts, **dict.fromkeys(counted, 0)}
+
+    def begin(self, prompt: Prompt, arguments: dict[str, Any]) -> Answer:
+        """The first answer of a row. DataError if the target has no room for it."""
+        dialogue = Dialogue(prompt, self.options.turns, arguments)
+        dialogue.ask()
+        answer = self.asked(dialogue)
+        if (room := self.positions - answer.limit) < len(answer.prompt):
+            raise DataError(
+                f"Prompt {prompt.id!r} has {len(answer.prompt)} tokens; the target has room for {room} before the "
+                "answer. Shorten it or lower max_new_tokens."
+            )
+        return answer
+
+    def asked(self, dialogue: Dialogue) -> Answer:
+        """The answer that the dialogue waits for."""
+        prompt, arguments = dialogue.prompt, dialogue.arguments
+        own = row_options(self.options, prompt)
+        try:
+            check_arguments(arguments)
+            tools = list(prompt.tools) or None
+            tokens = render_prompt(self.tokenizer, dialogue.messages, tools=tools, arguments=arguments)
+        except DataError as error:
+            raise DataError(f"Prompt {prompt.id!r}: {error}") from error
+        choice = Choice(
+            temperature=float(own.temperature),
+            top_k=own.top_k,
+            top_p=float(own.top_p),
+            min_p=float(prompt.sampling.get("min_p", 0)),
         )
-    if options.batch < 1 or options.max_new_tokens < 1:
-        raise UserError(
-            f"{whose}batch {options.batch}, max_new_tokens {options.max_new_tokens}: both must be at least 1."
-        )
-    if options.temperature < 0 or options.top_k < 0 or not 0 < options.top_p <= 1:
-        raise UserError(
-            f"{whose}temperature {options.temperature}, top_k {options.top_k}, top_p {options.top_p}: temperature and "
-            "top_k must not be negative, and top_p must lie in (0, 1]."
-        )
+        tokens = tokens.astype(np.int32)
+        return Answer(dialogue=dialogue, prompt=tokens, limit=own.max_new_tokens, choice=choice, seed=own.seed)
+
+    def go(self, writer: Writer, waiting: deque[Answer]) -> None:
+        start, reported = time.perf_counter(), 0.0
+        ended, total = Counter(), len(waiting)
+        for answer in writer.write(waiting):
+            self.keep(answer)
+            if not (following := self.next_turn(answer.dialogue)):
+                ended["rows"] += 1
+                self.end(answer.dialogue)
+            else:
+                waiting.appendleft(following)
+            self.counts["seconds"] = seconds = time.perf_counter() - start
+            if writer.drafter and writer.cycles:
+                self.counts |= {"cycles": writer.cycles, "accept_length": writer.committed / writer.cycles}
+            if seconds - reported > REPORT_SECONDS or ended["rows"] == total:
+                reported, tokens = seconds, self.counts["tokens"]
+                self.report(f"{ended['rows']}/{total} answers, {tokens} tokens, {tokens / seconds:.0f} tokens/s")
+
+    def keep(self, answer: Answer) -> None:
+        """The answer becomes a message of its dialogue."""
+        tokens = answer.tokens[:-1] if answer.finish == "stop" else answer.tokens
+        text = str(self.tokenizer.decode(tokens))
+        ids = (answer.prompt.tolist(), answer.tokens) if self.options.token_ids else None
+        answer.dialogue.answer({"role": "assistant", "content": text}, answer.finish, ids)
+        self.counts["tokens"] += len(answer.tokens)
+        self.counts["retokenised"] += self.tokenizer(text, add_special_tokens=False)["input_ids"] != tokens
+
+    def next_turn(self, dialogue: Dialogue) -> Answer | None:
+        """The answer to what is said next, if there is anything, and room for an answer."""
+        said = dialogue.ask()
+        if not said:
+            return None
+        following = self.asked(dialogue)
+        if len(following.prompt) + following.limit <= self.positions:
+            return following
+        del dialogue.messages[-len(said) :]
+        self.counts["shortened"] += 1
+        return None
+
+    def end(self, dialogue: Dialogue) -> None:
+        self.counts[dialogue.finish] += 1
+        if dialogue.finish == "length" and self.options.unfinished == "drop":
+            self.counts["dropped"] += 1
+        else:
+            self.output.append(dialogue.row())
+            self.counts["answered"] += 1
 
 
-def _row(question: Question, answer: str, finish: str) -> dict:
-    prompt = question.prompt
-    (given,) = turns_of(prompt, "last")  # earlier answers are marked: the target did not write them
-    messages = [*given, {"role": "assistant", "content": answer}]
-    row = {"id": prompt.id, "messages": messages, "tags": list(prompt.tags), "finish": finish}
-    row |= {"tools": list(prompt.tools)} if prompt.tools else {}
-    row |= {"chat_template_kwargs": question.arguments} if question.arguments else {}
-    return row | ({"asked": content_id(prompt.messages)} if given != list(prompt.messages) else {})
-
-
-def _row_options(options: RegenerateOptions, prompt: Prompt) -> RegenerateOptions:
+def row_options(options: RegenerateOptions, prompt: Prompt) -> RegenerateOptions:
     """The run's options with the row's own sampling."""
     own: dict[str, Any] = {NAMES.get(key, key): value for key, value in prompt.sampling.items() if key != "min_p"}
     for name in ("top_k", "max_new_tokens", "seed"):
         own |= {name: int(own[name])} if name in own else {}
     for name in ("temperature", "top_p"):
         own |= {name: float(own[name])} if name in own else {}
+    if not own:
+        return options
     changed = replace(options, **own)
-    _check(changed, f"Prompt {prompt.id!r}: ")
+    check_sampling(changed, f"Prompt {prompt.id!r}: ")
     return changed
 
 
-NAMES = {"max_tokens": "max_new_tokens"}
-"""What a server calls options that have another name here."""
-
-
-def _render(
-    prompt: Prompt,
-    tokenizer: PreTrainedTokenizerBase,
-    positions: int,
-    options: RegenerateOptions,
-    arguments: dict[str, Any],
-) -> Question:
-    longest = positions - _row_options(options, prompt).max_new_tokens
-    arguments = {**arguments, **prompt.arguments}
-    try:
-        check_arguments(arguments)
-        found = render_prompt(tokenizer, list(prompt.messages), tools=list(prompt.tools) or None, arguments=arguments)
-        tokens = found.tolist()
-    except DataError as error:
-        raise DataError(f"Prompt {prompt.id!r}: {error}") from error
-    if len(tokens) > longest:
-        raise DataError(
-            f"Prompt {prompt.id!r} has {len(tokens)} tokens; the target has room for {longest} before the answer. "
-            "Shorten it or lower max_new_tokens."
-        )
-    return Question(prompt=prompt, tokens=tokens, arguments=arguments)
-
-
-def _batches(questions: list[Question], size: int) -> Iterator[list[Question]]:
-    """In order, but sorted by length within each window; the longest first, so that memory runs out early or never.
-
-    Rows of one batch are sampled in the same way.
-    """
-
-    def sampling(question: Question) -> str:
-        return json.dumps(question.prompt.sampling, sort_keys=True)
-
-    for begin in range(0, len(questions), WINDOW * size):
-        window = sorted(questions[begin : begin + WINDOW * size], key=lambda one: (sampling(one), -len(one.tokens)))
-        for _, alike in groupby(window, key=sampling):
-            rows = list(alike)
-            for start in range(0, len(rows), size):
-                yield rows[start : start + size]
-
-
-def _answer(
-    batch: list[Question],
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    options: RegenerateOptions,
-    device: torch.device,
-) -> Iterator[tuple[Question, list[int], str]]:
-    """Each question with its answer's tokens (the end token left out) and how the answer ended."""
-    options = _row_options(options, batch[0].prompt)
-    stop_ids = _stop_ids(model, tokenizer)
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stop_ids[0]
-    width = max(len(question.tokens) for question in batch)
-    padding = [width - len(question.tokens) for question in batch]  # on the left: all answers begin in one column
-    tokens = [[pad_id] * pad + question.tokens for pad, question in zip(padding, batch, strict=True)]
-    mask = [[0] * pad + [1] * (width - pad) for pad in padding]
-    own_defaults = model.generation_config
-    model.generation_config = GenerationConfig()  # `generate` would fill every gap of ours with the model's defaults
-    try:
-        with torch.inference_mode():
-            written = model.generate(  # pyright: ignore[reportCallIssue]: the type stub of PreTrainedModel lacks it
-                input_ids=torch.tensor(tokens, device=device),
-                attention_mask=torch.tensor(mask, device=device),
-                generation_config=GenerationConfig(
-                    max_new_tokens=options.max_new_tokens, do_sample=False, eos_token_id=stop_ids, pad_token_id=pad_id
-                ),
-                logits_processor=_sampling(batch, options, width, device),
-            )
-    finally:
-        model.generation_config = own_defaults
-    for question, row in zip(batch, written[:, width:].tolist(), strict=True):
-        end = next((index for index, token in enumerate(row) if token in stop_ids), None)
-        yield question, row[:end], "length" if end is None else "stop"
-
-
-def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Ids that end an answer: those of the generation config (several for some models) and the tokenizer's eos."""
     own = model.generation_config.eos_token_id
     ids = [*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id]
-    stop_ids = sorted({token for token in ids if isinstance(token, int)})
-    if not stop_ids:
+    if not (stop_ids := frozenset(token for token in ids if isinstance(token, int))):
         raise UserError("The target names no end token, in its generation config or its tokenizer. Set eos_token_id.")
     return stop_ids
-
-
-class InverseSampling(LogitsProcessor):
-    """Leaves one token per row possible: where the cumulative distribution passes the row's number for this step."""
-
-    def __init__(self, uniform: Float[Tensor, "row step"], prompt_width: int):
-        self.uniform, self.prompt_width = uniform, prompt_width
-
-    def __call__(self, input_ids: Int[Tensor, "row tok"], scores: Float[Tensor, "row voc"]) -> Float[Tensor, "row voc"]:
-        step = input_ids.shape[1] - self.prompt_width
-        # float64: over 100,000 ids a float32 sum loses the tail.
-        cumulative = scores.double().softmax(-1).cumsum(-1)
-        level = self.uniform[:, step : step + 1] * cumulative[:, -1:]
-        # right=True: never an id of probability zero, whose step of the sum has no height.
-        chosen = torch.searchsorted(cumulative, level, right=True)
-        return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
-
-
-def _sampling(
-    batch: list[Question], options: RegenerateOptions, prompt_width: int, device: torch.device
-) -> LogitsProcessorList:
-    """Empty when greedy. Otherwise the warpers and the draw, after which the greedy choice is the sample."""
-    if options.temperature == 0:
-        return LogitsProcessorList()
-    processors = LogitsProcessorList([TemperatureLogitsWarper(float(options.temperature))])
-    if options.top_k > 0:
-        processors.append(TopKLogitsWarper(options.top_k))
-    if options.top_p < 1:
-        processors.append(TopPLogitsWarper(options.top_p))
-    if min_p := batch[0].prompt.sampling.get("min_p"):
-        processors.append(MinPLogitsWarper(float(min_p)))
-    uniform = torch.empty(len(batch), options.max_new_tokens, dtype=torch.float64)
-    for row, question in zip(uniform, batch, strict=True):
-        key = hashlib.blake2b(f"{options.seed}\n{question.prompt.id}".encode(), digest_size=8).digest()
-        row.uniform_(generator=torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1))
-    processors.append(InverseSampling(uniform.to(device), prompt_width))
-    return processors
