@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from draftsmith.checkpoint import MANIFEST, load
 from draftsmith.config import EvaluationOptions, TargetOptions
 from draftsmith.data.chat import prompt_tokens
 from draftsmith.data.prompts import Prompt
 from draftsmith.drafters import DFlashDrafter
 from draftsmith.errors import UserError
+from draftsmith.export.folder import read_record
 from draftsmith.export.read import DrafterFolder, read_folder
 from draftsmith.readings import Decoder, better_readings, compare_readings
 from draftsmith.reference import Reference
@@ -40,7 +42,10 @@ def adopt(
     for remark in found.remarks:
         say(f"warning: {remark}")
     wanted = read_config(options)
-    for mine, theirs in (("hidden_size", "hidden_size"), ("vocab_size", "vocab_size")):
+    sizes = {"hidden_size": "hidden_size", "vocab_size": "vocab_size"}
+    if found.layout == "zlab":  # the other layout does not say
+        sizes["num_target_layers"] = "num_hidden_layers"
+    for mine, theirs in sizes.items():
         if found.config[mine] != getattr(wanted, theirs):
             raise UserError(
                 f"the drafter in {path} has {mine} {found.config[mine]}, the target {getattr(wanted, theirs)}; "
@@ -52,6 +57,27 @@ def adopt(
         found = settle(found, target, prompts[:PROMPTS], evaluation.max_new_tokens, arguments, say)
     drafter = found.drafter().to(device=target.device, dtype=target.head.dtype)
     return target, drafter.eval()
+
+
+def refuse_other_target(path: Path, target: HFTarget) -> None:
+    """Raise UserError for a checkpoint or an export of ours that was trained for another target of the same sizes.
+
+    A target in another data type has another fingerprint, and is not compared.
+    """
+    dtype = str(target.head.dtype).removeprefix("torch.")
+    if record := read_record(path):
+        known, same_type = record["fingerprints"], record["measured"]["dtype"] == dtype
+    elif (path / MANIFEST).is_file():
+        checkpoint = load(path)  # its weights have the type that the target had
+        known = checkpoint.facts.get("fingerprints", {})
+        same_type = all(tensor.dtype == target.head.dtype for tensor in checkpoint.tensors("model").values())
+    else:
+        return
+    if same_type and known.get("target", target.fingerprint) != target.fingerprint:
+        raise UserError(
+            f"the drafter in {path} was trained for another target than {target.config._name_or_path!r} (its "
+            "fingerprint differs); give that one as target.path, or another drafter"
+        )
 
 
 def settle(

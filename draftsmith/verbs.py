@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from draftsmith import commands, config
+from draftsmith.adopt import adopt, refuse_other_target
 from draftsmith.anchors import BlockShape, build_blocks, default_gamma, draw_anchors
 from draftsmith.checkpoint import Checkpoint
 from draftsmith.checks import check_recipe, choose_device
@@ -21,6 +22,7 @@ from draftsmith.data.chat import prompt_tokens, render_prompt
 from draftsmith.data.dataset import PreparedDataset, open_prepared, tokenizer_fingerprint
 from draftsmith.data.dataset import prepare as prepare_set
 from draftsmith.data.prompts import read_prompts
+from draftsmith.data.regenerate import check_options
 from draftsmith.data.regenerate import regenerate as answer
 from draftsmith.data.server import regenerate_served
 from draftsmith.data.statistics import anchors_of
@@ -57,18 +59,38 @@ from draftsmith.verify import verify_folder
 
 
 def regenerate(command: commands.RegenerateCommand) -> None:
-    console = Console()
-    if command.regenerate.servers:
-        counts = regenerate_served(command.regenerate, console.say)
+    console, options = Console(), command.regenerate
+    if options.servers:
+        counts = regenerate_served(options, console.say)
     else:
         device = choose_device(command.device)
-        target = load_target(command.target, device)
-        counts = answer(target.model, target.tokenizer, command.regenerate, device=device, report=console.say)
-    console.say(", ".join(f"{name} {value:,.0f}" for name, value in counts.items()))
+        target, drafter = open_helped(command, device, console)
+        counts = answer(target.model, target.tokenizer, options, device=device, report=console.say, drafter=drafter)
+    told = (f"{name} {value:,.{2 if name == 'accept_length' else 0}f}" for name, value in counts.items())
+    console.say(", ".join(told))
     console.say(
         f"next: draftsmith prepare --target.path {command.target.path or 'TARGET'} "
-        f"--data.conversations {command.regenerate.output} --data.prepared FOLDER"
+        f"--data.conversations {options.output} --data.prepared FOLDER"
     )
+
+
+def open_helped(
+    command: commands.RegenerateCommand, device: torch.device, console: Console
+) -> tuple[HFTarget, DFlashDrafter | None]:
+    """The target that answers here and, if one is named, a drafter of it. What can be refused is, before loading."""
+    options = command.regenerate
+    arguments = check_options(options, device)
+    prompts = read_prompts(options.prompts, min(4, options.limit or 4), answered=options.turns == "all")
+    if not options.drafter:
+        return load_target(command.target, device), None
+    path = Path(options.drafter)
+    if (path / "checkpoints").is_dir():
+        path = find_checkpoint(path, "best", console.warn).path
+    prompts = [one for one in prompts if one.messages[-1]["role"] != "assistant"]
+    measured = config.EvaluationOptions(max_new_tokens=options.max_new_tokens)
+    target, drafter = adopt(path, command.target, device, prompts, measured, arguments, console.say)
+    refuse_other_target(path, target)
+    return target, drafter
 
 
 def prepare(command: commands.PrepareCommand) -> None:

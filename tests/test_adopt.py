@@ -168,3 +168,54 @@ def test_an_export_that_is_not_as_trained_ends_with_code_4(target, tmp_path, cap
     assert ended.value.code == 4
     assert "the run is complete, but its export is not as trained" in said.err and "proposals" in said.err
     assert (Path(recipe.run) / "results.json").is_file()
+
+
+def regenerate(donor: Path, target: Path, output: Path, capsys, *words: str) -> tuple[dict, str]:
+    """Rows by id, and what was said."""
+    capsys.readouterr()
+    options = {"prompts": donor / "prompts.jsonl", "output": output, "max_new_tokens": 32, "batch": 3}
+    flags = [word for name, value in options.items() for word in (f"--regenerate.{name}", str(value))]
+    main(["regenerate", "--target.path", str(target), "--device", "cpu", *flags, *words])
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    return {row["id"]: row for row in rows}, capsys.readouterr().out
+
+
+def test_a_drafter_helps_its_target_to_answer(donor, target, tmp_path, capsys):
+    expected, said = regenerate(donor, target, tmp_path / "plain.jsonl", capsys)
+    assert len(expected) == 4 and "accept_length" not in said
+    (checkpoint,) = (donor / "run" / "checkpoints").iterdir()
+    ours = [donor / "run", checkpoint, donor / "export" / "zlab", donor / "export" / "speculators"]
+    for number, folder in enumerate([*ours, theirs(donor, tmp_path / "theirs")]):
+        output = tmp_path / f"{number}.jsonl"
+        rows, said = regenerate(donor, target, output, capsys, "--regenerate.drafter", str(folder))
+        assert rows == expected
+        assert float(said.split("accept_length ")[1].split()[0]) > 3
+        assert ("silent on slot offset" in said) == (folder not in ours)
+
+
+def test_a_drafter_that_does_not_fit_is_refused(donor, target, tmp_path, capsys):
+    """Before anything is written, in one line."""
+    others = {"seed": {"seed": 1}, "hidden": {"hidden": 48}, "vocab": {"vocab": 352}}
+    reasons = {
+        "seed": "was trained for another target than",
+        "hidden": "has hidden_size 32, the target 48; it belongs to another target",
+        "vocab": "has vocab_size 320, the target 352; it belongs to another target",
+    }
+    for name, options in others.items():
+        other = make_target(tmp_path / name, **options)
+        refused(donor, other, tmp_path / "out.jsonl", capsys, donor / "run", reasons[name])
+
+    def deeper(config):
+        config["num_target_layers"] = config["dflash_config"]["num_target_layers"] = 7
+
+    edit_config(theirs(donor, tmp_path / "deeper"), deeper)
+    refused(donor, target, tmp_path / "out.jsonl", capsys, tmp_path / "deeper", "num_target_layers 7, the target 6")
+    refused(donor, target, tmp_path / "out.jsonl", capsys, tmp_path / "no", "is no folder")
+
+
+def refused(donor, target, output, capsys, drafter, reason: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        regenerate(donor, target, output, capsys, "--regenerate.drafter", str(drafter))
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and len(said.splitlines()) == 1 and reason in said
+    assert not output.exists()

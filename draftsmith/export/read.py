@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from draftsmith.checkpoint import MANIFEST
 from draftsmith.drafters import DFlashDrafter
 from draftsmith.drafters.dflash import DFlashConfig, misfits
 from draftsmith.errors import UserError
@@ -78,8 +79,9 @@ def read_folder(folder: Path) -> DrafterFolder:
         tensors = _without_vocabulary_maps(tensors, config["vocab_size"], folder)
     _check_tensors(tensors, config, folder)
     sliding = "sliding_attention" in config["layer_types"]
-    silent = ["is_causal"] if sliding and not stated and record is None else []
-    silent += ["slot offset"] if record is None and layout == "zlab" else []
+    ours = record is not None or (folder / MANIFEST).is_file()
+    silent = ["is_causal"] if sliding and not stated and not ours else []
+    silent += ["slot offset"] if not ours and layout == "zlab" else []
     return DrafterFolder(
         path=folder,
         layout=layout,
