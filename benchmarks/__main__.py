@@ -10,7 +10,21 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import attention, colocated, graphs, loader, loss, masks, measure, packing, peers, prepare, step, target
+from benchmarks import (
+    answers,
+    attention,
+    colocated,
+    graphs,
+    loader,
+    loss,
+    masks,
+    measure,
+    packing,
+    peers,
+    prepare,
+    step,
+    target,
+)
 
 
 def bench_step(device: torch.device, toy: bool) -> list[dict]:
@@ -105,7 +119,16 @@ def bench_prepare(device: torch.device, toy: bool) -> list[dict]:
         return prepare.run(str(target), Path(scratch), processes=2, repeats=1 if toy else 3, **sizes)
 
 
+def bench_answers(device: torch.device, toy: bool) -> list[dict]:
+    if toy:
+        return answers.run(step.TOY, 4, device, count=24, mean=16, batch=4)
+    if device.type == "cpu":
+        return answers.run(answers.SMOLLM2, 30, device, count=48, mean=48, batch=16)
+    return answers.run(step.Shape(), 36, device, count=256, mean=256, batch=32)
+
+
 BENCHMARKS = {
+    "answers": bench_answers,
     "prepare": bench_prepare,
     "step": bench_step,
     "target": bench_target,

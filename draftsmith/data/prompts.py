@@ -62,7 +62,7 @@ def read_prompts(path: Path | str, limit: int | None = None, *, answered: bool =
             raise DataError(f"{row.place}: id {prompt.id!r} already names another prompt, {row.unit} {earlier}.")
         prompts.append(prompt)
     if not prompts:
-        raise DataError(f"{path}: holds no prompts{'' if limit is None else f' (limit {limit})'}.")
+        raise DataError(f"{path}: holds no prompts{'' if limit is None or limit > 0 else f' (limit {limit})'}.")
     return prompts
 
 

@@ -60,8 +60,8 @@ def regenerate(
     again. The options that shape an answer are not stored: give another output when they change.
 
     Returns counts: answered (rows appended), skipped (there already), duplicates (prompts that occur again in the
-    input), stop and length (how their last answers ended), dropped (of length, not appended), shortened (of answered:
-    turns 'all' had no room for a further turn), retokenised (answers whose text encodes to other tokens than those
+    input), stop and length (how their last answers ended), dropped (of length, not appended), shortened (turns
+    'all', of answered: no room for a further turn), retokenised (answers whose text encodes to other tokens than those
     the target wrote), tokens (generated, end tokens included), seconds; with a drafter, cycles and accept_length
     (tokens a cycle). Raises UserError for bad options and DataError for unusable prompts or a damaged output.
     """
@@ -110,7 +110,8 @@ class _Run:
         self.tokenizer, self.options, self.output, self.report = tokenizer, options, output, report
         self.stop_ids = _stop_ids(model, tokenizer)
         self.positions = model.config.get_text_config().max_position_embeddings
-        counted = ("stop", "length", "dropped", "shortened", "retokenised", "tokens", "seconds")
+        counted = ["stop", "length", "dropped", *(["shortened"] if options.turns == "all" else [])]
+        counted += ["retokenised", "tokens", "seconds"]
         self.counts: dict[str, int | float] = {"answered": 0, **output.counts, **dict.fromkeys(counted, 0)}
 
     def begin(self, prompt: Prompt, arguments: dict[str, Any]) -> Answer:
@@ -198,6 +199,8 @@ def row_options(options: RegenerateOptions, prompt: Prompt) -> RegenerateOptions
         own |= {name: int(own[name])} if name in own else {}
     for name in ("temperature", "top_p"):
         own |= {name: float(own[name])} if name in own else {}
+    if not 0 <= prompt.sampling.get("min_p", 0) <= 1:
+        raise UserError(f"Prompt {prompt.id!r}: min_p {prompt.sampling['min_p']} must lie in [0, 1].")
     if not own:
         return options
     changed = replace(options, **own)
