@@ -33,7 +33,7 @@ from draftsmith.data.slots import attending_by_slots
 from draftsmith.data.template import check_arguments
 from draftsmith.data.writer import Answer, Writer
 from draftsmith.drafters import DFlashDrafter
-from draftsmith.errors import DataError, UserError
+from draftsmith.errors import DataError, EnvironmentFault, UserError
 
 WINDOW = 16
 """Batches whose prompts are sorted by length: little padding, yet every stretch of the output mixes all lengths."""
@@ -63,7 +63,8 @@ def regenerate(
     input), stop and length (how their last answers ended), dropped (of length, not appended), shortened (turns
     'all', of answered: no room for a further turn), retokenised (answers whose text encodes to other tokens than those
     the target wrote), tokens (generated, end tokens included), seconds; with a drafter, cycles and accept_length
-    (tokens a cycle). Raises UserError for bad options and DataError for unusable prompts or a damaged output.
+    (tokens a cycle). Raises UserError for bad options and DataError for unusable prompts or a damaged output,
+    EnvironmentFault for a full disk or GPU.
     """
     arguments = check_options(options, device)
     prompts = read_prompts(options.prompts, options.limit, answered=options.turns == "all")
@@ -72,8 +73,15 @@ def regenerate(
         waiting = deque(in_order([run.begin(prompt, arguments) for prompt in output.waiting], options.batch))
         if waiting:
             slots = min(options.batch, len(waiting))
-            with attending_by_slots(model):
-                run.go(Writer(model, run.stop_ids, slots, drafter, graphs=options.cuda_graph), waiting)
+            writer = Writer(model, run.stop_ids, slots, drafter, graphs=options.cuda_graph)
+            try:
+                with attending_by_slots(model):
+                    run.go(writer, waiting)
+            except torch.OutOfMemoryError as error:
+                raise EnvironmentFault(
+                    f"no memory left on the GPU with regenerate.batch {options.batch}; the rows in {options.output} "
+                    "are kept: give the same command with a smaller batch"
+                ) from error
     return run.counts
 
 

@@ -24,7 +24,7 @@ from draftsmith.targets import HFTarget
 
 UNPUBLISHED = ("regenerate.servers", "regenerate.api_key_env")
 PRIVATE = ("run", "init", "data.conversations", "data.prepared", "data.mix", "data.cache")
-PRIVATE += ("evaluation.prompts", "regenerate.prompts")
+PRIVATE += ("evaluation.prompts", "regenerate.prompts", "regenerate.drafter")
 
 
 def publish(

@@ -23,6 +23,7 @@ from draftsmith.data.output import Output, open_output
 from draftsmith.data.prompts import content_id, read_prompts
 from draftsmith.data.regenerate import regenerate
 from draftsmith.data.server import regenerate_served
+from draftsmith.data.slots import SlotTarget
 from draftsmith.errors import DataError, EnvironmentFault, UserError
 from tests.data.test_server import FakeServer, completion
 from tests.handmade import tiny_drafter
@@ -461,3 +462,20 @@ def test_an_output_that_cannot_be_written(model, options, tmp_path, monkeypatch)
     assert Path(options.output).stat().st_size > 500
     assert run(model, options)["answered"] + len(rows_of(options)) > 10
     assert len(rows_of(options)) == 10
+
+
+def test_a_full_gpu_is_one_line_and_keeps_the_rows(model, options, monkeypatch):
+    inner = SlotTarget.prefill
+
+    def full(self, *given):
+        if Path(options.output).stat().st_size:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return inner(self, *given)
+
+    monkeypatch.setattr(SlotTarget, "prefill", full)
+    with pytest.raises(EnvironmentFault, match="no memory left on the GPU with regenerate.batch 4.*smaller batch"):
+        run(model, options)
+    monkeypatch.undo()
+    kept = len(rows_of(options))
+    assert 0 < kept < 10
+    assert run(model, replace(options, batch=2))["skipped"] == kept
