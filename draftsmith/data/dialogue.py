@@ -63,7 +63,8 @@ def questions(prompt: Prompt, turns: str) -> Iterator[list[dict]]:
     for message in prompt.messages:
         given = message["role"] == "assistant"
         if given and turns == "all" and not message.get("tool_calls"):
-            yield added
+            if added:  # or else it is the second part of the answer before it
+                yield added
             added = []
         else:
             added.append({**message, "train": False} if given else message)
