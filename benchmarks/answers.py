@@ -86,6 +86,7 @@ def run(shape: Shape, layers: int, device: torch.device, *, count: int, mean: in
         }
         figures = {"seconds": seconds, "cpu_seconds": cpu, "tokens_per_s": tokens / seconds, "load": os.getloadavg()[0]}
         rows.append({"what": name, "layers": layers, "hidden": shape.hidden, **facts, **figures})
+    measured = "seconds" if device.type == "cuda" else "cpu_seconds"  # others may use the CPU too
     for row in rows:
-        row["ratio_to"] = {"generate": rows[0]["seconds"] / row["seconds"]}
+        row["ratio_to"] = {"generate": rows[0][measured] / row[measured]}
     return rows

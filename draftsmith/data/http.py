@@ -136,7 +136,7 @@ class Servers:
         except _Later:
             # At least as long as the row that failed waits, so that the row's next try goes elsewhere: a server that is
             # down is never busy, and would be everybody's choice.
-            self._rested[number] = time.monotonic() + min(LONGEST_WAIT, FIRST_WAIT * 2 ** self._failed[number])
+            self._rested[number] = time.monotonic() + min(LONGEST_WAIT, FIRST_WAIT * 2 ** min(self._failed[number], 20))
             self._failed[number] += 1
             raise
         else:

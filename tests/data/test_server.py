@@ -309,6 +309,18 @@ def test_several_servers_share_the_work_and_one_may_be_down(options):
         assert run(other, [one, gone], retries=2)["answered"] == 20  # a row's next try goes elsewhere
 
 
+def test_a_server_that_was_down_for_very_long_is_asked_again(options, monkeypatch):
+    inner = module.Servers.__init__
+
+    def weary(self, urls, *given, **named):
+        inner(self, urls, *given, **named)
+        self._failed = [5_000] * len(urls)
+
+    monkeypatch.setattr(module.Servers, "__init__", weary)
+    with FakeServer(first_times(1, FAULTS["500"])) as server:
+        assert run(options, server)["answered"] == 20
+
+
 def test_finish_reasons_are_counted_as_they_are(options):
     finishes = {f"q{i}": finish for i, finish in enumerate(["stop", "length", "length", "content_filter"])}
     with FakeServer(lambda body: completion("x", finishes.get(body["messages"][-1]["content"], "stop"))) as server:
