@@ -29,7 +29,8 @@ RULES: dict[str, tuple[Callable[[float], bool], str]] = {
 }
 """What is allowed, as it is said and as it is tested, and the options it holds for. A nan passes no test."""
 
-PLACES = "run init output html to folder drafter cache engines figures rescore data.cache regenerate.output".split()
+PLACES = "run init output html to folder drafter cache engines figures rescore data.cache".split()
+PLACES += ["regenerate.output", "regenerate.drafter"]
 """Options that name a file or folder of this machine."""
 URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
