@@ -166,9 +166,11 @@ def comparable(found: dict) -> dict:
     return {key: value for key, value in found.items() if key != "checkpoints"}
 
 
-def test_a_second_signal_leaves_at_once(run, golden):
-    ended = start_again(run, Fault(call="loss", nth=9, times=2, signal=signal.SIGTERM))
-    assert ended.code == -signal.SIGTERM
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_second_ctrl_c_leaves_at_once_and_a_second_sigterm_does_nothing(run, golden, number, code):
+    ended = start_again(run, Fault(call="loss", nth=9, times=2, signal=number))
+    assert ended.code == code
+    assert ("saved; continue with" in ended.output) == (code == 75)
     assert start_again(run).code == 0
     assert outcome(run) == golden
 
