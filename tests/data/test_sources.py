@@ -11,6 +11,7 @@ import threading
 
 import datasets
 import fsspec
+import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
@@ -249,6 +250,25 @@ def test_a_hugging_face_set(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(DataError, match=r"some-one/chats is no file .* could be loaded: it does not exist$"):
         open_source("some-one/chats")
+
+
+def test_a_hugging_face_set_in_the_local_cache(monkeypatch, tmp_path):
+    """As `datasets` leaves it after a download, and without a network."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    for module in (datasets.config, huggingface_hub.constants):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)
+    place = tmp_path / "some-one___chats" / "default" / "0.0.0" / ("a" * 40)
+    place.mkdir(parents=True)
+    table = datasets.Dataset.from_list(ROWS[:5])
+    with pa.ipc.new_stream(place / "chats-train.arrow", table.data.schema) as writer:
+        writer.write_table(table.data.table)
+    splits = datasets.SplitDict(dataset_name="chats")
+    splits.add(datasets.SplitInfo("train", num_examples=5, dataset_name="chats"))
+    names = {"builder_name": "json", "dataset_name": "chats", "config_name": "default", "version": "0.0.0"}
+    datasets.DatasetInfo(features=table.features, splits=splits, **names).write_to_directory(str(place))
+    assert [one.id for one in read("some-one/chats")] == [row["id"] for row in ROWS[:5]]
+    with pytest.raises(DataError, match="some-one/other is no file or folder here, and no Hugging Face data set"):
+        open_source("some-one/other")
 
 
 TALK = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo!"}]
