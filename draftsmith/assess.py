@@ -15,10 +15,11 @@ from draftsmith.config import EvaluationOptions, TargetOptions
 from draftsmith.data.prompts import read_prompts
 from draftsmith.data.sources import open_source
 from draftsmith.data.suites import Suite, read_suite
+from draftsmith.data.template import chat_arguments
 from draftsmith.drafters import DFlashDrafter
 from draftsmith.errors import UserError
-from draftsmith.evaluate import chat_arguments, make_cases, warm_up
 from draftsmith.evaluate import evaluate as measure
+from draftsmith.evaluate import make_cases, warm_up
 from draftsmith.export.folder import measure as measure_file
 from draftsmith.findings import CheckFailed
 from draftsmith.results import rescore, sample_of, score, write_evaluation

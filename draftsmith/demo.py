@@ -14,9 +14,10 @@ import torch
 
 from draftsmith.commands import DemoCommand, Place
 from draftsmith.config import Recipe
-from draftsmith.data.chat import render_prompt
+from draftsmith.data.chat import prompt_tokens
 from draftsmith.data.dataset import prepare, tokenizer_fingerprint
 from draftsmith.data.prompts import read_prompts
+from draftsmith.data.template import chat_arguments
 from draftsmith.decode import Sampling, decode_speculative
 from draftsmith.errors import UserError
 from draftsmith.recipe import read_recipe
@@ -127,7 +128,8 @@ def _show_sample(recipe: Recipe, console: Console) -> None:
     _, target, drafter, _ = open_run(recipe.run, "best", recipe.device, Place(), console)
     prompt = read_prompts(Path(recipe.evaluation.prompts), 1)[0]
     console.say(f"  {prompt.messages[-1]['content']}")
-    tokens = torch.from_numpy(render_prompt(target.tokenizer, list(prompt.messages))).to(target.device)
+    arguments = chat_arguments(recipe.evaluation, recipe.data)
+    tokens = torch.from_numpy(prompt_tokens(target.tokenizer, prompt, arguments)).to(target.device)
     decoded = decode_speculative(
         target, drafter, tokens, recipe.evaluation.max_new_tokens, Sampling(), torch.Generator()
     )

@@ -16,10 +16,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from draftsmith.config import DataOptions, EvaluationOptions
+from draftsmith.config import EvaluationOptions
 from draftsmith.data.chat import prompt_tokens
 from draftsmith.data.prompts import Prompt
-from draftsmith.data.template import template_arguments
 from draftsmith.decode import Decoded, Sampling, decode_plain, decode_speculative
 from draftsmith.drafters import DFlashDrafter
 from draftsmith.errors import DataError
@@ -64,12 +63,6 @@ class Evaluation:
     def summary(self) -> dict:
         """The figures as JSON, without the answers."""
         return {k: v for k, v in vars(self).items() if k != "answers"}
-
-
-def chat_arguments(options: EvaluationOptions, data: DataOptions | None = None) -> dict[str, Any]:
-    """The chat template's arguments: those of the evaluation before those that the training data was rendered with."""
-    own = template_arguments(options.enable_thinking, options.template_kwargs, "evaluation")
-    return (template_arguments(data.enable_thinking, data.template_kwargs, "data") if data else {}) | own
 
 
 def make_cases(

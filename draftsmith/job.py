@@ -24,10 +24,11 @@ from draftsmith.data.loader import PackBuilder, pack_stream
 from draftsmith.data.mixture import TrainingSet
 from draftsmith.data.plan import Plan, make_plan
 from draftsmith.data.prompts import Prompt, read_prompts
+from draftsmith.data.template import chat_arguments
 from draftsmith.drafters import DRAFTERS, DFlashDrafter
 from draftsmith.drafters.dflash import misfits
 from draftsmith.errors import UserError
-from draftsmith.evaluate import Case, chat_arguments, make_cases
+from draftsmith.evaluate import Case, make_cases
 from draftsmith.export.read import read_folder, refuse_other_conventions
 from draftsmith.features.wire import Receiver, receive_tensors
 from draftsmith.gradients import GradientSum

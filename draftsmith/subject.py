@@ -136,7 +136,8 @@ def make_subject(command: VerifyCommand, rows: list[Prompt], folder: DrafterFold
     measured = (folder.record or {}).get("measured")
     limit = command.max_new_tokens
     if rows:
-        prompts = [torch.from_numpy(prompt_tokens(target.tokenizer, row)) for row in rows]
+        arguments = (folder.record or {}).get("chat_template")  # as the run rendered its own
+        prompts = [torch.from_numpy(prompt_tokens(target.tokenizer, row, arguments)) for row in rows]
     elif measured:
         prompts = [torch.tensor(answer["prompt"]) for answer in measured["answers"]]
         if max(int(prompt.max()) for prompt in prompts) >= target.config.vocab_size:

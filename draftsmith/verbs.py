@@ -24,13 +24,14 @@ from draftsmith.data.dataset import prepare as prepare_set
 from draftsmith.data.prompts import read_prompts
 from draftsmith.data.regenerate import check_options
 from draftsmith.data.regenerate import regenerate as answer
+from draftsmith.data.remote import shown
 from draftsmith.data.server import regenerate_served
 from draftsmith.data.statistics import anchors_of
 from draftsmith.data.statistics import measure as measure_set
+from draftsmith.data.template import chat_arguments
 from draftsmith.decode import Decoded, Sampling, decode_speculative
 from draftsmith.drafters import DRAFTERS, DFlashDrafter
 from draftsmith.errors import EnvironmentFault, UserError
-from draftsmith.evaluate import chat_arguments
 from draftsmith.export import EXPORTS
 from draftsmith.export.publish import publish
 from draftsmith.export.record import synthetic_prompts
@@ -203,9 +204,8 @@ def export_run(command: commands.ExportCommand, console: Console) -> tuple[Path,
     single = command.output and command.to != "all"
     folders = {layout: parent if single else parent / layout for layout in layouts}
     recipe = replace(recipe, run=command.run)
-    publish(
-        folders, recipe, found, target, drafter, recorded_prompts(recipe, target, command, console), command.license
-    )
+    prompts = recorded_prompts(recipe, target, command, console)
+    publish(folders, recipe, found, target, drafter, prompts, command.license)
     served_target = recipe.target.path, recipe.target.revision
     for layout, folder in folders.items():
         console.say(f"wrote {folder}: {layout} layout of {found.path.name}, bf16")
@@ -293,7 +293,7 @@ def recorded_prompts(
     except UserError as error:
         hint = "to record the drafter on random text instead, give --recorded_prompts 0"
         raise type(error)(f"the prompts to record with the export cannot be read: {error} ({hint})") from error
-    console.say(f"recorded for verify: the drafter on {len(prompts)} prompts of {path}, as token ids")
+    console.say(f"recorded for verify: the drafter on {len(prompts)} prompts of {shown(path)}, as token ids")
     arguments = chat_arguments(recipe.evaluation, recipe.data)
     return [torch.from_numpy(prompt_tokens(target.tokenizer, p, arguments)).to(target.device) for p in prompts]
 

@@ -9,9 +9,10 @@ import torch
 
 from draftsmith.config import DataOptions, EvaluationOptions
 from draftsmith.data.prompts import Prompt
+from draftsmith.data.template import chat_arguments
 from draftsmith.decode import Decoded
 from draftsmith.errors import DataError, UserError
-from draftsmith.evaluate import Case, _summarise, chat_arguments, evaluate, make_cases
+from draftsmith.evaluate import Case, _summarise, evaluate, make_cases
 from draftsmith.targets import HFTarget
 from tests.test_decode import make_drafter
 from tests.tiny import CHATML, tiny_target, tiny_tokenizer

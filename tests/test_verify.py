@@ -19,6 +19,7 @@ from draftsmith import verify
 from draftsmith.cli import main
 from draftsmith.commands import ExportCommand, VerifyCommand
 from draftsmith.config import TargetOptions
+from draftsmith.data.prompts import Prompt
 from draftsmith.engines import launch
 from draftsmith.engines.server import ask_server
 from draftsmith.errors import EnvironmentFault, UserError
@@ -34,6 +35,7 @@ from draftsmith.train import train
 from draftsmith.verbs import export
 from draftsmith.verify import compare_answer
 from tests.overfit import YARN, make_export, make_recipe, make_target
+from tests.tiny import CHATML
 
 
 @pytest.fixture(scope="module")
@@ -402,6 +404,19 @@ def test_whole_blocks_give_the_same_text_in_other_cycles(gate, target):
         assert whole.tokens == decoder.greedy(torch.tensor([1, 50, 60]), limit)
         assert len(whole.tokens) == 1 + sum(whole.cycles) and len(whole.accepted) == len(whole.cycles)
         assert all(n <= a + 1 for n, a in zip(whole.cycles, whole.accepted, strict=True))
+
+
+def test_given_prompts_are_rendered_as_the_run_rendered_its_own(gate, target):
+    model = load_target(TargetOptions(path=str(target), layer_ids=(1, 3)), torch.device("cpu"))
+    model.tokenizer.chat_template = "{{ enable_thinking }}|" + CHATML
+    command = VerifyCommand(folder=str(gate / "zlab"), target=TargetOptions(path=str(target)))
+    owns = ({}, {"enable_thinking": "row"})
+    rows = [Prompt(id=str(own), messages=({"role": "user", "content": "Hi"},), arguments=own) for own in owns]
+    found = read_folder(gate / "zlab")
+    assert found.record and found.record["chat_template"] == {}
+    found = replace(found, record=found.record | {"chat_template": {"enable_thinking": "run"}})
+    subject = make_subject(command, rows, found, model)
+    assert [model.tokenizer.decode(p).split("|")[0] for p in subject.prompts] == ["run", "row"]
 
 
 class FakeServer(BaseHTTPRequestHandler):

@@ -10,6 +10,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.config import DataOptions, EvaluationOptions
 from draftsmith.errors import DataError, UserError
 
 RESERVED = ("messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message")
@@ -44,6 +45,12 @@ def template_arguments(enable_thinking: bool | None, template_kwargs: str, table
     if enable_thinking is not None and arguments.setdefault("enable_thinking", enable_thinking) != enable_thinking:
         raise UserError(f"{table}.enable_thinking and {table}.template_kwargs say different things; give one of them")
     return arguments
+
+
+def chat_arguments(options: EvaluationOptions, data: DataOptions | None = None) -> dict[str, Any]:
+    """Of every prompt of a run: those of the evaluation before those that the training data was rendered with."""
+    own = template_arguments(options.enable_thinking, options.template_kwargs, "evaluation")
+    return (template_arguments(data.enable_thinking, data.template_kwargs, "data") if data else {}) | own
 
 
 class Template:

@@ -107,6 +107,7 @@ def _provenance(record: dict) -> str:
         "target fingerprint": fingerprints.get("target", ""),
         "data sets": ", ".join(record.get("datasets", [])),
         "data fingerprint": fingerprints.get("data", ""),
+        "chat template arguments": json.dumps(record["chat_template"]) if record.get("chat_template") else "",
         "checkpoint": record["checkpoint"],
         "steps": str(record["step"]),
         "made with": ", ".join(f"{name} {version}" for name, version in record["versions"].items()),

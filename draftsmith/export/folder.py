@@ -84,6 +84,8 @@ def _fault(record: object) -> str | None:
     for key, kind in kinds.items():
         if not isinstance(record.get(key), kind):
             return f"{key} is missing or of the wrong type"
+    if not isinstance(record.get("chat_template", {}), dict):  # older exports have none
+        return "chat_template is of the wrong type"
     if set(record["files"]) != set(FILES):
         return "files are not those of an export"
     measured, block = record["measured"], record["trained"].get("block_size")

@@ -14,6 +14,7 @@ import draftsmith
 from draftsmith.checkpoint import Checkpoint
 from draftsmith.config import Recipe, flatten, to_toml
 from draftsmith.data.store import read_manifest
+from draftsmith.data.template import chat_arguments
 from draftsmith.drafters import DFlashDrafter
 from draftsmith.errors import DataError
 from draftsmith.export import EXPORTS
@@ -83,6 +84,7 @@ def describe(recipe: Recipe, found: Checkpoint, drafter: DFlashDrafter, license:
         "run_id": found.run_id,
         "trained": {"block_size": drafter.config.block_size, "accept": _training_accept(Path(recipe.run), found.step)},
         "evaluation": latest if latest and progress.get("step") == found.step else None,
+        "chat_template": chat_arguments(recipe.evaluation, recipe.data),
         "fingerprints": found.facts.get("fingerprints", {}),
         "versions": found.facts.get("versions", {}),
         "commit": _commit(),

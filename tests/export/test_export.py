@@ -12,15 +12,17 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from draftsmith.cli import main
+from draftsmith.commands import ExportCommand
 from draftsmith.config import Recipe
 from draftsmith.drafters.dflash import DFlashConfig
-from draftsmith.errors import EnvironmentFault, UserError
+from draftsmith.errors import DataError, EnvironmentFault, UserError
 from draftsmith.export import EXPORTS, folder
 from draftsmith.export.card import fenced, plain, write_card
 from draftsmith.export.publish import _hub_sets, describe
@@ -32,7 +34,7 @@ from draftsmith.run import find_checkpoint
 from draftsmith.targets import HFTarget
 from draftsmith.telemetry import Console
 from draftsmith.train import train
-from draftsmith.verbs import finish
+from draftsmith.verbs import finish, recorded_prompts
 from tests.conftest import make_recipe, with_options
 from tests.handmade import tiny_drafter
 from tests.test_run import contents
@@ -287,6 +289,19 @@ def test_held_out_prompts_stay_private_if_asked(run, tmp_path, capsys):
     main(["export", run.run, "--output", str(tmp_path / "out"), "--recorded_prompts", "0"])
     record = json.loads((tmp_path / "out" / "draftsmith.json").read_text())
     assert [len(a["prompt"]) for a in record["measured"]["answers"]] == [16, 16]
+
+
+def test_prompts_are_recorded_from_wherever_they_are(run, capsys):
+    target = HFTarget(tiny_target(), tiny_tokenizer(), (0, 2))
+    command, console = ExportCommand(run=run.run), Console()
+    local = recorded_prompts(run, target, command, console)
+    fsspec.filesystem("memory").pipe("/held/out.jsonl", Path(run.evaluation.prompts).read_bytes())
+    there = with_options(run, "evaluation", prompts="memory://held/out.jsonl")
+    assert [p.tolist() for p in recorded_prompts(there, target, command, console)] == [p.tolist() for p in local]
+    assert "prompts of memory://held/out.jsonl, as token ids" in capsys.readouterr().out
+    gone = with_options(run, "evaluation", prompts="memory://held/nowhere.jsonl")
+    with pytest.raises(DataError, match=r"cannot be read: memory://held/nowhere.jsonl: no such file \(to record"):
+        recorded_prompts(gone, target, command, console)
 
 
 # The card
