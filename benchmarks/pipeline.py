@@ -34,7 +34,7 @@ from draftsmith.config import (
     TargetOptions,
     to_toml,
 )
-from draftsmith.data.dataset import prepare, tokenizer_fingerprint
+from draftsmith.data.prepare import prepare, tokenizer_fingerprint
 from draftsmith.targets.hf import load_tokenizer
 from tests.tiny import NUM_TOKENS, tiny_tokenizer
 

@@ -32,8 +32,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from draftsmith.config import DataOptions
 from draftsmith.data.build import ROWS
-from draftsmith.data.dataset import PROGRESS, prepare, tokenizer_fingerprint
 from draftsmith.data.pieces import WORDS
+from draftsmith.data.prepare import PROGRESS, prepare, tokenizer_fingerprint
 
 QUESTION, ANSWER = 300, 1_450
 """Characters; about 500 tokens of SmolLM2's in all, the template's included."""

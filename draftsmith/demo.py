@@ -15,7 +15,7 @@ import torch
 from draftsmith.commands import DemoCommand, Place
 from draftsmith.config import Recipe
 from draftsmith.data.chat import prompt_tokens
-from draftsmith.data.dataset import prepare, tokenizer_fingerprint
+from draftsmith.data.prepare import prepare, tokenizer_fingerprint
 from draftsmith.data.prompts import read_prompts
 from draftsmith.data.template import chat_arguments
 from draftsmith.decode import Sampling, decode_speculative

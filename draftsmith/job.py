@@ -19,10 +19,10 @@ from draftsmith.capture import captured_features
 from draftsmith.checkpoint import Checkpoint, load
 from draftsmith.checks import check_tiles
 from draftsmith.config import Recipe
-from draftsmith.data.dataset import tokenizer_fingerprint
 from draftsmith.data.loader import PackBuilder, pack_stream
 from draftsmith.data.mixture import TrainingSet
 from draftsmith.data.plan import Plan, make_plan
+from draftsmith.data.prepare import tokenizer_fingerprint
 from draftsmith.data.prompts import Prompt, read_prompts
 from draftsmith.data.template import chat_arguments
 from draftsmith.drafters import DRAFTERS, DFlashDrafter

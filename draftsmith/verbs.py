@@ -19,8 +19,9 @@ from draftsmith.checkpoint import Checkpoint
 from draftsmith.checks import check_recipe, choose_device
 from draftsmith.data.cache import Cache
 from draftsmith.data.chat import prompt_tokens, render_prompt
-from draftsmith.data.dataset import PreparedDataset, open_prepared, tokenizer_fingerprint
-from draftsmith.data.dataset import prepare as prepare_set
+from draftsmith.data.dataset import PreparedDataset, open_prepared
+from draftsmith.data.prepare import prepare as prepare_set
+from draftsmith.data.prepare import tokenizer_fingerprint
 from draftsmith.data.prompts import read_prompts
 from draftsmith.data.regenerate import check_options
 from draftsmith.data.regenerate import regenerate as answer

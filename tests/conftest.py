@@ -31,7 +31,7 @@ from draftsmith.config import (
     RegenerateOptions,
     TargetOptions,
 )
-from draftsmith.data.dataset import prepare, tokenizer_fingerprint
+from draftsmith.data.prepare import prepare, tokenizer_fingerprint
 from draftsmith.data.regenerate import regenerate
 from tests.tiny import tiny_target, tiny_tokenizer
 

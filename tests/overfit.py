@@ -25,7 +25,7 @@ from draftsmith.config import (
     RegenerateOptions,
     TargetOptions,
 )
-from draftsmith.data.dataset import prepare, tokenizer_fingerprint
+from draftsmith.data.prepare import prepare, tokenizer_fingerprint
 from draftsmith.data.regenerate import regenerate
 from draftsmith.telemetry import Console
 from draftsmith.train import train

@@ -9,7 +9,8 @@ import torch
 from draftsmith import on_policy
 from draftsmith.cli import main
 from draftsmith.config import DataOptions, TargetOptions
-from draftsmith.data.dataset import open_prepared, prepare, tokenizer_fingerprint
+from draftsmith.data.dataset import open_prepared
+from draftsmith.data.prepare import prepare, tokenizer_fingerprint
 from draftsmith.on_policy import Agreement, check_target, describe_agreement, target_choices
 from draftsmith.targets.hf import load_target
 from draftsmith.types import Sample

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.text import Text
 
 from draftsmith.config import DataOptions, PackOptions
-from draftsmith.data.dataset import open_prepared, prepare, tokenizer_fingerprint
+from draftsmith.data.dataset import open_prepared
+from draftsmith.data.prepare import prepare, tokenizer_fingerprint
 from draftsmith.data.statistics import anchors_of, measure
 from draftsmith.errors import UserError
 from draftsmith.preview import (

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from draftsmith.data.build import Part, Tally
 from draftsmith.data.seen import ENTRY
+from draftsmith.data.tally import Part, Tally
 
 BATCH = 256
 """Samples of one Arrow record batch."""

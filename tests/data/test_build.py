@@ -13,7 +13,8 @@ import pytest
 
 from draftsmith.config import DataOptions
 from draftsmith.data import build, shards
-from draftsmith.data.dataset import open_prepared, prepare, tokenizer_fingerprint
+from draftsmith.data.dataset import open_prepared
+from draftsmith.data.prepare import prepare, tokenizer_fingerprint
 from draftsmith.data.sources import Row
 from draftsmith.errors import DataError, EnvironmentFault, UserError
 from tests.data.test_templates import family

@@ -14,7 +14,8 @@ from draftsmith.config import DataOptions
 from draftsmith.data import cache as module
 from draftsmith.data import remote, shards, store
 from draftsmith.data.cache import Cache
-from draftsmith.data.dataset import open_prepared, prepare, tokenizer_fingerprint
+from draftsmith.data.dataset import open_prepared
+from draftsmith.data.prepare import prepare, tokenizer_fingerprint
 from draftsmith.data.sources import open_source
 from draftsmith.errors import DataError, EnvironmentFault, UserError
 from tests.data.object_store import KEYS, Store, object_store

@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 
 from draftsmith.config import DataOptions
-from draftsmith.data import dataset as module
+from draftsmith.data import prepare as module
 from draftsmith.data import shards, store
-from draftsmith.data.dataset import open_prepared, prepare, tokenizer_fingerprint
+from draftsmith.data.dataset import open_prepared
+from draftsmith.data.prepare import prepare, tokenizer_fingerprint
 from draftsmith.errors import DataError, UserError
 from tests.tiny import tiny_tokenizer
 

@@ -13,7 +13,8 @@ from gcp_storage_emulator.server import create_server
 from draftsmith.config import DataOptions
 from draftsmith.data import shards
 from draftsmith.data.cache import Cache
-from draftsmith.data.dataset import open_prepared, prepare, tokenizer_fingerprint
+from draftsmith.data.dataset import open_prepared
+from draftsmith.data.prepare import prepare, tokenizer_fingerprint
 from draftsmith.data.sources import open_source
 from draftsmith.errors import DataError
 from tests.tiny import tiny_tokenizer

@@ -8,9 +8,10 @@ import pytest
 
 from draftsmith.config import DataOptions
 from draftsmith.data.chat import render_prompt
-from draftsmith.data.dataset import open_prepared, prepare, tokenizer_fingerprint
+from draftsmith.data.dataset import open_prepared
 from draftsmith.data.forms import choose_form, read_row
 from draftsmith.data.held_out import FILE, draw
+from draftsmith.data.prepare import prepare, tokenizer_fingerprint
 from draftsmith.data.prompts import read_prompts
 from draftsmith.errors import DataError, UserError
 from draftsmith.evaluate import make_cases

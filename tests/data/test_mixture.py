@@ -10,10 +10,10 @@ import torch
 
 from draftsmith.config import DataOptions, OptimOptions, PackOptions
 from draftsmith.data import shards
-from draftsmith.data.dataset import prepare, tokenizer_fingerprint
 from draftsmith.data.loader import PackBuilder, pack_stream
 from draftsmith.data.mixture import open_training_set
 from draftsmith.data.plan import Plan, make_plan
+from draftsmith.data.prepare import prepare, tokenizer_fingerprint
 from draftsmith.data.prompts import Prompt
 from draftsmith.errors import DataError, UserError
 from draftsmith.telemetry import Console

@@ -17,7 +17,8 @@ import pytest
 
 from draftsmith.config import DataOptions
 from draftsmith.data import build, shards
-from draftsmith.data.dataset import open_prepared, prepare, tokenizer_fingerprint
+from draftsmith.data.dataset import open_prepared
+from draftsmith.data.prepare import prepare, tokenizer_fingerprint
 from draftsmith.data.seen import Seen
 from draftsmith.errors import DataError, EnvironmentFault
 from tests.tiny import tiny_tokenizer
@@ -270,7 +271,7 @@ def test_seen_equals_a_dict():
 SCRIPT = """
     import json, sys
     from draftsmith.config import DataOptions
-    from draftsmith.data.dataset import prepare, tokenizer_fingerprint
+    from draftsmith.data.prepare import prepare, tokenizer_fingerprint
     from tests.tiny import tiny_tokenizer
     options = DataOptions(conversations=sys.argv[1], prepared=sys.argv[2], max_bad_rows=1, processes=2)
     tokenizer = tiny_tokenizer()

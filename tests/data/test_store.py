@@ -13,7 +13,8 @@ import pytest
 
 from draftsmith.config import DataOptions
 from draftsmith.data import build, store
-from draftsmith.data.dataset import open_prepared, prepare, tokenizer_fingerprint
+from draftsmith.data.dataset import open_prepared
+from draftsmith.data.prepare import prepare, tokenizer_fingerprint
 from draftsmith.errors import DataError, UserError
 from tests.tiny import tiny_tokenizer
 
