@@ -25,13 +25,15 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.anchors import legal_anchors
 from draftsmith.config import DataOptions
 from draftsmith.data import held_out
-from draftsmith.data.chat import Rendered, Style, check_served, render
+from draftsmith.data.chat import Rendered, Style, check_served, render, split_thought
 from draftsmith.data.forms import Conversation, Form, choose_form, parse_row, read_row
+from draftsmith.data.messages import is_target, normalise
+from draftsmith.data.modes import find_switch, mode
 from draftsmith.data.pieces import PieceEncoder
 from draftsmith.data.sources import Row
 from draftsmith.data.split import split, take
 from draftsmith.data.tally import Outcome, Part
-from draftsmith.data.template import check_arguments
+from draftsmith.data.template import check_arguments, template_text
 from draftsmith.errors import DataError, EnvironmentFault
 from draftsmith.types import Sample
 
@@ -59,8 +61,12 @@ class Job:
     @cached_property
     def encoder(self) -> PieceEncoder:
         """Of this process."""
-        template = self.tokenizer.chat_template or ""
-        return PieceEncoder(self.tokenizer, template if isinstance(template, str) else json.dumps(template))
+        return PieceEncoder(self.tokenizer, template_text(self.tokenizer))
+
+    @cached_property
+    def switch(self) -> str:
+        """The template's argument that turns thinking on and off, if it has one."""
+        return find_switch(template_text(self.tokenizer))
 
 
 def outcomes(rows: Iterator[Row], job: Job, processes: int) -> Iterator[Outcome]:
@@ -113,8 +119,14 @@ def _render_row(job: Job, row: Row) -> Outcome:
         digest=hashlib.blake2b(conversation.content.encode(), digest_size=8).digest(),
         ignored=conversation.ignored,
         parts=parts,
+        mode=_mode(job.switch, conversation, style) if job.switch and conversation.messages else "",
         held_out=prompt,
     )
+
+
+def _mode(switch: str, conversation: Conversation, style: Style) -> str:
+    answers = [one for one in normalise(conversation.messages, keep_reasoning=style.keep_reasoning) if is_target(one)]
+    return mode(switch, style.arguments, thought=any(split_thought(one)[0] for one in answers))
 
 
 def _split(job: Job, name: str, rendered: Rendered) -> list[tuple[str, Rendered]]:

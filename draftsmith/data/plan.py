@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,8 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.config import DataOptions, OptimOptions, PackOptions
 from draftsmith.data.loader import make_schedule
 from draftsmith.data.mixture import TrainingSet, describe, make_mix, open_training_set
+from draftsmith.data.modes import missing_mode
 from draftsmith.data.overlap import LENGTH, describe_overlap, find_overlap
 from draftsmith.data.prompts import Prompt
+from draftsmith.data.template import template_arguments
 from draftsmith.errors import UserError
 from draftsmith.packing import Schedule
 
@@ -62,6 +66,7 @@ def make_plan(
         if data.overlap == "drop" and found.rows.any():
             left_out = found.rows
             fingerprint = hashlib.sha256(fingerprint.encode() + np.packbits(left_out).tobytes()).hexdigest()
+    warnings += filter(None, [_other_arguments(dataset, data), missing_mode(count_modes(dataset))])
     schedule, num_cut = make_schedule(
         dataset,
         pack,
@@ -84,6 +89,29 @@ def make_plan(
         fingerprint=fingerprint,
         remarks=tuple(remarks),
         warnings=tuple(warnings),
+    )
+
+
+def count_modes(dataset: TrainingSet) -> Counter:
+    """Rows by what they show of the target's modes; nothing of sets made by earlier versions."""
+    return sum((Counter(part.dataset.manifest["counts"].get("modes", {})) for part in dataset.parts), Counter())
+
+
+def _other_arguments(dataset: TrainingSet, data: DataOptions) -> str:
+    """What to know if prompts will be rendered with template arguments that no set was rendered with."""
+    asked = template_arguments(data.enable_thinking, data.template_kwargs, "data")
+    rendered = {
+        part.name: part.dataset.manifest["inputs"].get("template arguments", {})
+        for part in dataset.parts
+        if part.dataset.manifest.get("form", "").split(" ")[0] not in ("text", "tokens")  # these are not rendered
+    }
+    if not rendered or asked in rendered.values():
+        return ""
+    name, given = next(iter(rendered.items()))
+    return (
+        f"{name} was rendered with the template arguments {json.dumps(given)}, but data.enable_thinking and "
+        f"data.template_kwargs of this recipe say {json.dumps(asked)}, and held-out prompts, `generate` and exports "
+        "follow the recipe: give it the set's"
     )
 
 

@@ -23,12 +23,13 @@ from draftsmith.data import held_out, store
 from draftsmith.data.build import Job, find_form, leave_if_only_imported, outcomes
 from draftsmith.data.cache import Cache, read_there, refuse_foreign, upload
 from draftsmith.data.chat import Style, default_style
+from draftsmith.data.modes import missing_mode
 from draftsmith.data.remote import Remote, is_remote, shown
 from draftsmith.data.shards import Build, write_description
 from draftsmith.data.sources import Source, open_source
 from draftsmith.data.split import context_size
 from draftsmith.data.tally import write_bad_rows
-from draftsmith.data.template import require_template, template_arguments
+from draftsmith.data.template import require_template, template_arguments, template_text
 from draftsmith.errors import UserError
 
 PROGRESS = 5_000
@@ -164,8 +165,9 @@ def _tell(order: Order, build: Build, manifest: dict, folder: Path) -> None:
     report, tally = order.report, build.tally
     for key, count in tally.ignored.items():
         report(f"key {key!r} of {count} rows means nothing here and was passed over")
-    for note in tally.notes:
-        report(f"note: {note}")
+    for note in [*tally.notes, missing_mode(tally.modes)]:
+        if note:
+            report(f"note: {note}")
     report(f"prepared {folder}: {store.summary(manifest)}")
 
 
@@ -259,8 +261,7 @@ def _inputs(
     end_ids: Sequence[int] | None,
 ) -> dict:
     """All that decides the rows, by the names a user knows them by."""
-    given = tokenizer.chat_template or ""  # one, or several by name
-    template = given if isinstance(given, str) else json.dumps(given, sort_keys=True)
+    template = template_text(tokenizer)
     context = context_size(options.overlong, options.split_context, options.max_length)
     dated = "strftime_now" in template and "date_string" not in style.arguments
     return {

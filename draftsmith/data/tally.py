@@ -47,6 +47,8 @@ class Outcome(NamedTuple):
     """Of its content."""
     ignored: tuple[str, ...] = ()
     parts: tuple[Part, ...] = ()
+    mode: str = ""
+    """With thinking or without, if the template knows both."""
     held_out: tuple[float, dict] | None = None
     """For a row that is kept out: its draw, and the prompt it makes."""
     bad: str = ""
@@ -54,7 +56,7 @@ class Outcome(NamedTuple):
 
 
 NUMBERS = ("rows_in", "kept", "extra", "cut", "tokens", "supervised", "legal", "longest")
-COUNTERS = ("dropped", "tags", "ignored")
+COUNTERS = ("dropped", "tags", "modes", "ignored")
 
 
 @dataclass
@@ -76,6 +78,8 @@ class Tally:
     held_out: list[tuple[float, dict]] = field(default_factory=list)
     """Of rows that are kept out."""
     tags: Counter = field(default_factory=Counter)
+    modes: Counter = field(default_factory=Counter)
+    """Rows by what they show of the target's modes."""
     ignored: Counter = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
     content: bytes = bytes(32)
@@ -87,7 +91,7 @@ class Tally:
         """The tally whose `state()` this is; `notes` come again as the rows are passed over."""
         tally = cls(max_bad_rows=max_bad_rows, bad=bad, held_out=held_out, content=bytes.fromhex(state["content"]))
         for name in COUNTERS:
-            setattr(tally, name, Counter(state[name]))
+            setattr(tally, name, Counter(state.get(name, {})))  # an earlier version counted less
         for name in NUMBERS:
             setattr(tally, name, state[name])
         return tally
@@ -123,6 +127,8 @@ class Tally:
                 raise DataError(f"{outcome.place}: {clash}")
             kept.append(part)
             self._keep(part)
+        if kept and outcome.mode:
+            self.modes[outcome.mode] += 1
         return kept
 
     def counts(self) -> dict:
@@ -139,6 +145,7 @@ class Tally:
             "legal": self.legal,
             "longest": self.longest,
             "tags": dict(sorted(self.tags.items())),
+            "modes": dict(sorted(self.modes.items())),
         }
 
     def refuse_useless(self, source: str, min_supervised: float) -> None:

@@ -27,6 +27,12 @@ def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
+def template_text(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokenizer's template; if it has several by name, all of them as JSON."""
+    given = tokenizer.chat_template or ""
+    return given if isinstance(given, str) else json.dumps(given, sort_keys=True)
+
+
 def check_arguments(arguments: dict[str, Any]) -> None:
     """DataError for an argument that is not the template's own."""
     if wrong := [name for name in arguments if name in RESERVED]:

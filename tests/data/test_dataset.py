@@ -92,6 +92,7 @@ def test_manifest(options):
         "legal": 5 * len("answer 0"),
         "longest": int(dataset.lengths.max()),
         "tags": {"even": 3, "odd": 2},
+        "modes": {},
     }
     with open(options.conversations, "rb") as file:
         assert manifest["inputs"]["conversations"] == hashlib.sha256(file.read()).hexdigest()
