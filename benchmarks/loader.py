@@ -38,6 +38,7 @@ def write_store(folder: Path, lengths: np.ndarray, legal: np.ndarray) -> None:
             for start in range(first, min(first + SHARD_ROWS, len(lengths)), BATCH):
                 stream.write_batch(_batch(start, lengths[start:][:BATCH], legal[start:][:BATCH], draws))
     counts = {"kept": len(lengths), "tokens": int(lengths.sum()), "supervised": int((legal + 1).sum())}
+    counts |= {"longest": int(lengths.max()), "tags": {"chat": len(lengths)}}
     manifest = {"counts": counts, "inputs": {"tokenizer": ""}, "content_hash": "synthetic"}
     store.publish(built, folder, manifest, {})
 

@@ -19,9 +19,10 @@ from jaxtyping import Float, Int
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data.dataset import PreparedDataset
-from draftsmith.data.statistics import Statistics
+from draftsmith.data.mixture import TrainingSet, describe
+from draftsmith.data.statistics import Statistics, visits_by_tag
 from draftsmith.errors import UserError
+from draftsmith.packing import Schedule
 from draftsmith.types import Sample
 
 SUPERVISED = "green"
@@ -45,23 +46,37 @@ class BlockRow:
     weight: Float[np.ndarray, " slot"]
 
 
-def statistics(dataset: PreparedDataset) -> str:
-    """One line about the whole set: rows, tokens, supervised share, longest row, tags."""
-    counts = dataset.manifest["counts"]
-    tags = ", ".join(f"{_escape(tag)} {count}" for tag, count in counts["tags"].items()) or "none"
+def statistics(dataset: TrainingSet) -> str:
+    """One line about all rows: how many, tokens, supervised share, longest row, tags."""
+    counts = dataset.counts
     return (
         f"{counts['kept']} rows, {counts['tokens']} tokens, {counts['supervised'] / counts['tokens']:.1%} supervised, "
-        f"longest {counts['longest']}, tags: {tags}"
+        f"longest {counts['longest']}, tags: {_listed(counts['tags'])}"
     )
 
 
+def mixture(dataset: TrainingSet, schedule: Schedule) -> list[str]:
+    """A line for each set of a mixture, and what the first epoch sees of each tag; nothing of a single set."""
+    lines = [_escape(line, breaks=False) for line in describe(dataset, schedule)]
+    return [*lines, f"tags in the first epoch: {_listed(visits_by_tag(dataset, schedule))}"] if lines else []
+
+
+def _listed(tags: dict[str, int]) -> str:
+    return ", ".join(f"{_escape(tag)} {count}" for tag, count in tags.items()) or "none"
+
+
 def preview_rows(
-    dataset: PreparedDataset, tokenizer: PreTrainedTokenizerBase, rows: int, *, colour: bool
+    dataset: TrainingSet, tokenizer: PreTrainedTokenizerBase, rows: int, *, colour: bool
 ) -> list[Text | str]:
-    """The first `rows` rows, each as one item; `Text` with `colour`, else a `str` to print as it is."""
+    """`rows` rows, from all sets in turn, each as one item; `Text` with `colour`, else a `str` to print as it is."""
     if rows < 0:
         raise UserError(f"rows is {rows}; it must be 0 or more")
-    return [_row(dataset[index], tokenizer, colour) for index in range(min(rows, len(dataset)))]
+    return [_row(dataset[row], origin(dataset, row), tokenizer, colour) for row in dataset.first_rows(rows)]
+
+
+def origin(dataset: TrainingSet, row: int) -> str:
+    """The name of the row's set, if there are several."""
+    return dataset.part_of(row).name if len(dataset.parts) > 1 else ""
 
 
 def preview_block(
@@ -90,11 +105,15 @@ def preview_block(
     return view if colour else view.plain
 
 
-def _row(sample: Sample, tokenizer: PreTrainedTokenizerBase, colour: bool) -> Text | str:
-    supervised = int(sample.supervised.sum())
-    tags = f", tags {', '.join(map(_escape, sample.tags))}" if sample.tags else ""
+def _head(sample: Sample, origin: str) -> str:
+    tags = f", tags {', '.join(sample.tags)}" if sample.tags else ""
+    of = f", of {origin}" if origin else ""
+    return f"{sample.id}: {len(sample.tokens)} tokens, {int(sample.supervised.sum())} supervised{tags}{of}"
+
+
+def _row(sample: Sample, origin: str, tokenizer: PreTrainedTokenizerBase, colour: bool) -> Text | str:
     view = Text()
-    view.append(f"--- {_escape(sample.id)}: {len(sample.tokens)} tokens, {supervised} supervised{tags}\n", style="bold")
+    view.append(f"--- {_escape(_head(sample, origin), breaks=False)}\n", style="bold")
     for begin, end in _runs(sample.supervised):
         if sample.supervised[begin]:
             text = _escape(_decode(tokenizer, sample.tokens[begin:end]), brackets=not colour)
@@ -179,6 +198,8 @@ class PageRow:
     anchors: list[int]
     limit: int
     """Tokens from here on are cut when packs are made."""
+    origin: str = ""
+    """The set that it is of, if there are several."""
 
 
 def preview_page(
@@ -230,15 +251,28 @@ def _figures(figures: Statistics) -> str:
         for bound, count in figures.histogram
     )
     lengths = list(zip(quantiles, (f"{length:,}" for length in figures.lengths.values()), strict=True))
-    shares = list(zip(quantiles, (f"{share:.1%}" for share in figures.shares.values()), strict=True))
+    shares = list(zip(quantiles, (f"{share:.1%}" for share in figures.supervised_shares.values()), strict=True))
     tags = [(tag, f"{count:,}") for tag, count in figures.tags.items()] or [("none", "")]
+    visits = [(tag, f"{count:,}") for tag, count in figures.tag_visits.items()]
+    modes = [(mode, f"{count:,}") for mode, count in figures.modes.items()]
+    sets = [
+        (
+            share.name,
+            f"{share.rows:,} rows, {share.weight:g} times an epoch: {share.visits:,} visits in the first, "
+            f"{share.tokens:.1%} of its tokens",
+        )
+        for share in figures.shares
+    ]
     found = [(name, f"{share:.1%}") for name, share in figures.scripts.items()] or [("none", "")]
     return (
         table("The set", whole)
+        + (table("The mixture", sets) if sets else "")
         + table("Tokens of a row, by quantile", lengths)
         + f"<h2>Rows by length</h2>\n<table>{bars}</table>\n"
         + table(f"Supervised share of a row, by quantile ({figures.read:,} rows)", shares)
         + table("Tags", tags)
+        + (table("Tags in the first epoch", visits) if visits else "")
+        + (table("Thinking", modes) if modes else "")
         + table(f"Scripts of the supervised letters ({figures.decoded:,} rows)", found)
     )
 
@@ -260,8 +294,7 @@ def _page_row(row: PageRow, tokenizer: PreTrainedTokenizerBase) -> str:
         text = f"<u>{text}</u>" if begin in anchors and kinds[begin] == 1 else text
         pieces.append(f'<span class="{"csx"[kinds[begin]]}">{text}</span>')
         begin = end
-    tags = f", tags {', '.join(sample.tags)}" if sample.tags else ""
-    head = f"{sample.id}: {len(sample.tokens)} tokens, {int(sample.supervised.sum())} supervised{tags}"
+    head = _head(sample, row.origin)
     return f'<div class="row"><b>{_html(_escape(head, breaks=False))}</b><pre>{"".join(pieces)}</pre></div>'
 
 

@@ -20,6 +20,7 @@ from draftsmith.checks import check_recipe, choose_device
 from draftsmith.data.cache import Cache
 from draftsmith.data.chat import prompt_tokens, render_prompt
 from draftsmith.data.dataset import PreparedDataset, open_prepared
+from draftsmith.data.mixture import TrainingSet, make_mix, open_training_set
 from draftsmith.data.prepare import prepare as prepare_set
 from draftsmith.data.prepare import tokenizer_fingerprint
 from draftsmith.data.prompts import read_prompts
@@ -27,7 +28,7 @@ from draftsmith.data.regenerate import check_options
 from draftsmith.data.regenerate import regenerate as answer
 from draftsmith.data.remote import shown
 from draftsmith.data.server import regenerate_served
-from draftsmith.data.statistics import anchors_of
+from draftsmith.data.statistics import anchors_of, first_epoch
 from draftsmith.data.statistics import measure as measure_set
 from draftsmith.data.template import chat_arguments
 from draftsmith.decode import Decoded, Sampling, decode_speculative
@@ -43,6 +44,8 @@ from draftsmith.on_policy import check_target, describe_agreement
 from draftsmith.preview import (
     BlockRow,
     PageRow,
+    mixture,
+    origin,
     preview_block,
     preview_page,
     preview_rows,
@@ -121,31 +124,34 @@ def open_set(data: config.DataOptions, console: Console) -> PreparedDataset:
 
 def preview(command: commands.PreviewCommand) -> None:
     console = Console()
-    if command.data.mix and not command.data.prepared:
-        raise UserError(f"preview shows one prepared folder; give --data.prepared {command.data.mix[0].split('=')[0]}")
-    dataset, tokenizer = open_set(command.data, console), load_tokenizer(command.target)
-    console.show(statistics(dataset))
+    dataset = open_training_set(command.data, command.pack.tokens, console.say)
+    tokenizer = load_tokenizer(command.target)
+    schedule = first_epoch(dataset, command.pack, make_mix(dataset, command.data), command.seed)
+    console.show("\n".join([statistics(dataset), *mixture(dataset, schedule)]))
     for row in preview_rows(dataset, tokenizer, command.rows, colour=console.colour):
         console.show(row)
     sample, block = first_block(command, dataset, tokenizer)
     console.show(preview_block(tokenizer, sample.tokens, block, colour=console.colour))
     if command.html:
-        write_preview(command, dataset, tokenizer, str(preview_block(tokenizer, sample.tokens, block, colour=False)))
+        shown = str(preview_block(tokenizer, sample.tokens, block, colour=False))
+        figures = measure_set(dataset, tokenizer, schedule)
+        name = command.data.prepared or ", ".join(command.data.mix)
+        page = preview_page(f"Preview of {name}", figures, page_rows(command, dataset), shown, tokenizer)
+        write_page(command.html, page)
         console.say(f"wrote {command.html}")
     console.say("next: draftsmith train RECIPE")
 
 
-def write_preview(command: commands.PreviewCommand, dataset: PreparedDataset, tokenizer, block: str) -> None:
-    figures = measure_set(dataset, tokenizer, command.pack, command.seed)
+def page_rows(command: commands.PreviewCommand, dataset: TrainingSet) -> list[PageRow]:
     rows = []
-    for index in range(min(command.rows, len(dataset))):
-        sample, legal = dataset[index], int(dataset.legal_counts[index])
+    for row in dataset.first_rows(command.rows):
+        sample, legal = dataset[row], int(dataset.legal_counts[row])
         anchors = anchors_of(sample, command.pack, legal, command.seed)
-        rows.append(PageRow(sample=sample, anchors=anchors, limit=command.pack.tokens))
-    write_page(command.html, preview_page(f"Preview of {command.data.prepared}", figures, rows, block, tokenizer))
+        rows.append(PageRow(sample=sample, anchors=anchors, limit=command.pack.tokens, origin=origin(dataset, row)))
+    return rows
 
 
-def first_block(command: commands.PreviewCommand, dataset: PreparedDataset, tokenizer) -> tuple[Sample, BlockRow]:
+def first_block(command: commands.PreviewCommand, dataset: TrainingSet, tokenizer) -> tuple[Sample, BlockRow]:
     """A block of the first row that has a legal anchor, exactly as the loader makes it in the first epoch."""
     sample = dataset[int((dataset.legal_counts > 0).argmax())]
     size, options = command.drafter.block_size, command.drafter

@@ -16,12 +16,15 @@ from rich.text import Text
 
 from draftsmith.config import DataOptions, PackOptions
 from draftsmith.data.dataset import open_prepared
+from draftsmith.data.mixture import Part, TrainingSet, make_mix, open_training_set
 from draftsmith.data.prepare import prepare, tokenizer_fingerprint
-from draftsmith.data.statistics import anchors_of, measure
+from draftsmith.data.statistics import anchors_of, first_epoch, measure
 from draftsmith.errors import UserError
 from draftsmith.preview import (
     BlockRow,
     PageRow,
+    mixture,
+    origin,
     preview_block,
     preview_page,
     preview_rows,
@@ -42,7 +45,7 @@ def prepared(tmp_path):
                 file.write(json.dumps({"messages": messages, "tags": tags}) + "\n")
         options = DataOptions(conversations=str(tmp_path / "c.jsonl"), prepared=str(tmp_path / "out"))
         prepare(TOKENIZER, tokenizer_fingerprint(TOKENIZER), options, lambda line: None)
-        return open_prepared(tmp_path / "out")
+        return TrainingSet([Part("out", 1.0, open_prepared(tmp_path / "out"))])
 
     return make
 
@@ -61,7 +64,7 @@ def test_plain_rows_mark_what_is_supervised(prepared):
     rows = preview_rows(dataset, TOKENIZER, 5, colour=False)
     assert len(rows) == 2 and all(isinstance(row, str) for row in rows)
     assert rows[0] == (
-        f"--- {dataset.ids[0]}: {len(dataset[0].tokens)} tokens, 4 supervised, tags maths\n"
+        f"--- {dataset.id(0)}: {len(dataset[0].tokens)} tokens, 4 supervised, tags maths\n"
         "<|im_start|>user\\n\nHi<|im_end|>\\n\n<|im_start|>assistant\\n\n[[Yo!<|im_end|>]]\\n\n"
     )
     assert len(preview_rows(dataset, TOKENIZER, 1, colour=False)) == 1
@@ -162,9 +165,56 @@ def test_statistics(prepared):
     )
 
 
+@pytest.fixture
+def mixed(tmp_path) -> tuple[TrainingSet, DataOptions]:
+    """Two sets, one of them seen half as often, and a cap on a tag."""
+    for name, num in (("a<b>", 6), ("two", 20)):
+        rows = [{"id": f"{name} {i}", "text": f"{name} {i}", "tags": ["x"] * (i % 2)} for i in range(num)]
+        (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        options = DataOptions(conversations=str(tmp_path / "c.jsonl"), prepared=str(tmp_path / name))
+        prepare(TOKENIZER, tokenizer_fingerprint(TOKENIZER), options, lambda line: None)
+    mix = DataOptions(mix=(str(tmp_path / "a<b>"), f"{tmp_path / 'two'}=0.5"), caps=("x=5",))
+    return open_training_set(mix, 400), mix
+
+
+def test_a_mixture(mixed, tmp_path):
+    dataset, options = mixed
+    schedule = first_epoch(dataset, PackOptions(tokens=400, anchors=40), make_mix(dataset, options), 0)
+    visits = schedule.rows(0)
+    names = [dataset.part_of(int(row)).name for row in visits]
+    assert statistics(dataset).startswith("26 rows, ") and statistics(dataset).endswith("tags: x 13")
+    *sets, cap, tags = mixture(dataset, schedule)
+    assert len(sets) == 2 and cap.startswith("cap: x, 5 rows an epoch: 5 of ")
+    for part, line in zip(dataset.parts, sets, strict=True):
+        count = names.count(part.name)
+        assert line.startswith(f"mix: {part.name}, weight {part.weight:g}: {len(part.dataset)} rows, {count} visits")
+    assert tags == "tags in the first epoch: x 5"
+    rows = [row.splitlines()[0] for row in preview_rows(dataset, TOKENIZER, 14, colour=False)]
+    assert [row.rsplit(", of ")[1] for row in rows[:4]] == [part.name for part in dataset.parts] * 2
+    assert len(set(rows)) == 14 and sum(row.endswith("a<b>") for row in rows) == 6, "of one set all, then the other's"
+    assert sorted(dataset.first_rows(100)) == list(range(26))
+
+
+def test_a_page_of_a_mixture(mixed):
+    dataset, options = mixed
+    pack = PackOptions(tokens=400, anchors=40)
+    figures = measure(dataset, TOKENIZER, first_epoch(dataset, pack, make_mix(dataset, options), 0))
+    assert [share.weight for share in figures.shares] == [part.weight for part in dataset.parts]
+    assert sum(share.tokens for share in figures.shares) == pytest.approx(1.0) and figures.tag_visits == {"x": 5}
+    rows = [PageRow(sample=dataset[i], anchors=[], limit=400, origin=origin(dataset, i)) for i in dataset.first_rows(2)]
+    page = preview_page("Preview", figures, rows, "block", TOKENIZER)
+    assert "<h2>The mixture</h2>" in page and "<h2>Tags in the first epoch</h2>" in page
+    assert "a&lt;b&gt;" in page and "a<b>" not in page
+    for share in figures.shares:
+        assert f"{share.rows} rows, {share.weight:g} times an epoch: {share.visits} visits in the first" in page
+    alone = TrainingSet(dataset.parts[:1])
+    single = preview_page("Preview", measure(alone, TOKENIZER, first_epoch(alone, pack, None, 0)), [], "", TOKENIZER)
+    assert "The mixture" not in single and "first epoch</h2>" not in single
+
+
 def page_of(dataset, rows, *, block="a block", limit=10_000, pack=None):
     pack = pack or PackOptions(tokens=400, anchors=40, anchor_density=0.5)
-    figures = measure(dataset, TOKENIZER, pack, seed=0)
+    figures = measure(dataset, TOKENIZER, first_epoch(dataset, pack, None, 0))
     shown = []
     for index in range(rows):
         sample, legal = dataset[index], int(dataset.legal_counts[index])
@@ -270,7 +320,8 @@ def test_rows_with_the_same_tokens_are_counted(tmp_path):
             file.write(json.dumps({"id": name, "text": "the same"}) + "\n")
     options = DataOptions(conversations=str(tmp_path / "c.jsonl"), prepared=str(tmp_path / "out"))
     prepare(TOKENIZER, tokenizer_fingerprint(TOKENIZER), options, lambda line: None)
-    assert measure(open_prepared(tmp_path / "out"), TOKENIZER, PackOptions(), 0).duplicates == 2
+    dataset = TrainingSet([Part("out", 1.0, open_prepared(tmp_path / "out"))])
+    assert measure(dataset, TOKENIZER, first_epoch(dataset, PackOptions(), None, 0)).duplicates == 2
 
 
 def test_writing_a_page(tmp_path):

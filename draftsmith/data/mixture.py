@@ -10,8 +10,10 @@ import hashlib
 import json
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice, pairwise, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +36,17 @@ class Part(NamedTuple):
     name: str
     weight: float
     dataset: PreparedDataset
+
+
+class Share(NamedTuple):
+    """What the first epoch sees of a set."""
+
+    name: str
+    weight: float
+    rows: int
+    visits: int
+    tokens: float
+    """Share of the epoch's."""
 
 
 class TrainingSet:
@@ -66,6 +79,25 @@ class TrainingSet:
     def num_split(self) -> tuple[int, int]:
         """Rows of the sets that are split, and the pieces they make."""
         return len(self._pieces), len(self._pieces) + len(self._further)
+
+    @property
+    def counts(self) -> dict:
+        """What the manifests count of all sets together; a row in pieces counts once."""
+        every = [part.dataset.manifest["counts"] for part in self.parts]
+        sums: dict = {name: sum(counts[name] for counts in every) for name in ("kept", "tokens", "supervised")}
+        sums["longest"] = max(counts["longest"] for counts in every)
+        for name in ("tags", "modes"):  # sets made by earlier versions have no modes
+            sums[name] = dict(sorted(sum((Counter(counts.get(name, {})) for counts in every), Counter()).items()))
+        return sums
+
+    def part_of(self, index: int) -> Part:
+        """The set that a row is of."""
+        return self.parts[bisect_right(self._starts, int(self.base[index])) - 1]
+
+    def first_rows(self, num: int) -> list[int]:
+        """So many rows, from all sets in turn."""
+        turns = zip_longest(*(range(*bounds) for bounds in pairwise(self._starts)))
+        return list(islice((row for turn in turns for row in turn if row is not None), num))
 
     @property
     def fingerprint(self) -> str:
@@ -143,22 +175,32 @@ def make_mix(
     return Mix(weight=weights, key=name_keys(dataset.ids()), caps=caps)
 
 
+def shares(dataset: TrainingSet, schedule: Schedule) -> list[Share]:
+    rows = schedule.rows(0)
+    base, lengths = dataset.base[rows], schedule.lengths[rows]
+    found, start = [], 0
+    for part in dataset.parts:
+        end = start + len(part.dataset)
+        inside = (start <= base) & (base < end)
+        share = float(lengths[inside].sum() / lengths.sum())
+        found.append(Share(part.name, part.weight, len(part.dataset), int(inside.sum()), share))
+        start = end
+    return found
+
+
 def describe(dataset: TrainingSet, schedule: Schedule) -> list[str]:
     """What the first epoch sees of each set and of each capped tag; nothing without mixing."""
     if len(dataset.parts) == 1 and dataset.parts[0].weight == 1 and not (schedule.mix and schedule.mix.caps):
         return []
     rows = schedule.rows(0)
-    base, lengths = dataset.base[rows], schedule.lengths[rows]
-    lines, start = [], 0
-    for part in dataset.parts:
-        end = start + len(part.dataset)
-        inside = (start <= base) & (base < end)
-        lines.append(
-            f"mix: {part.name}, weight {part.weight:g}: {len(part.dataset):,} rows, {int(inside.sum()):,} visits in "
-            f"the first epoch, {lengths[inside].sum() / lengths.sum():.1%} of its tokens"
-        )
-        start = end
-    if repeated := len(ids := dataset.ids()[:start]) - len(set(ids)):
+    lengths = schedule.lengths[rows]
+    lines = [
+        f"mix: {share.name}, weight {share.weight:g}: {share.rows:,} rows, {share.visits:,} visits in the first epoch, "
+        f"{share.tokens:.1%} of its tokens"
+        for share in shares(dataset, schedule)
+    ]
+    num = sum(len(part.dataset) for part in dataset.parts)
+    if repeated := len(ids := dataset.ids()[:num]) - len(set(ids)):
         lines.append(f"mix: {repeated:,} ids occur in more than one folder; such rows are seen for each")
     if schedule.mix and schedule.mix.caps:
         uncapped = replace(schedule.mix, caps=()).visits(schedule.seed, 0, schedule.lengths) % len(dataset)

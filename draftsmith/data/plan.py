@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -66,7 +65,7 @@ def make_plan(
         if data.overlap == "drop" and found.rows.any():
             left_out = found.rows
             fingerprint = hashlib.sha256(fingerprint.encode() + np.packbits(left_out).tobytes()).hexdigest()
-    warnings += filter(None, [_other_arguments(dataset, data), missing_mode(count_modes(dataset))])
+    warnings += filter(None, [_other_arguments(dataset, data), missing_mode(dataset.counts["modes"])])
     schedule, num_cut = make_schedule(
         dataset,
         pack,
@@ -90,11 +89,6 @@ def make_plan(
         remarks=tuple(remarks),
         warnings=tuple(warnings),
     )
-
-
-def count_modes(dataset: TrainingSet) -> Counter:
-    """Rows by what they show of the target's modes; nothing of sets made by earlier versions."""
-    return sum((Counter(part.dataset.manifest["counts"].get("modes", {})) for part in dataset.parts), Counter())
 
 
 def _other_arguments(dataset: TrainingSet, data: DataOptions) -> str:

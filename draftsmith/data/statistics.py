@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.anchors import draw_anchors
 from draftsmith.config import PackOptions
-from draftsmith.data.dataset import PreparedDataset
-from draftsmith.packing import Schedule, count_anchors
+from draftsmith.data.mixture import Share, TrainingSet, shares
+from draftsmith.packing import Mix, Schedule, count_anchors
 from draftsmith.types import Sample
 
 READ = 20_000
@@ -36,7 +36,7 @@ class Statistics:
     histogram: tuple[tuple[int, int], ...]
     """(upper bound, rows) in powers of two."""
     read: int
-    shares: dict[float, float]
+    supervised_shares: dict[float, float]
     """Supervised share of a row, by quantile."""
     duplicates: int
     """Rows whose tokens are those of an earlier one, though their ids differ."""
@@ -44,27 +44,22 @@ class Statistics:
     anchor_fill: float
     """Shares of the packs' budgets that the first epoch fills."""
     tags: dict[str, int]
+    """Rows that carry each."""
+    modes: dict[str, int]
+    """Rows with thinking and without, if the template knows both."""
+    shares: tuple[Share, ...]
+    """Of a mixture."""
+    tag_visits: dict[str, int]
+    """Of a mixture: rows of each tag that the first epoch sees, as often as it does."""
     decoded: int
     scripts: dict[str, float]
     """Shares of the supervised letters."""
 
 
-def measure(dataset: PreparedDataset, tokenizer: PreTrainedTokenizerBase, pack: PackOptions, seed: int) -> Statistics:
-    lengths, counts = dataset.lengths, dataset.manifest["counts"]
-    read = np.unique(np.linspace(0, len(dataset) - 1, min(READ, len(dataset))).astype(np.int64))
-    decoded = set(read[:: max(1, len(read) // DECODED)].tolist())
-    seen: set[bytes] = set()
-    shares, letters = [], Counter()
-    for index in read:
-        sample = dataset[index]
-        seen.add(hashlib.blake2b(sample.tokens.tobytes(), digest_size=8).digest())
-        shares.append(float(sample.supervised.mean()))
-        if int(index) in decoded:
-            letters.update(scripts(str(tokenizer.decode(sample.tokens[sample.supervised].tolist()))))
-    bounds = 2 ** np.arange(3, max(4, int(np.ceil(np.log2(lengths.max()))) + 1))
-    places = Counter(np.searchsorted(bounds, lengths).tolist())
-    schedule = Schedule(
-        lengths=np.minimum(lengths, pack.tokens),
+def first_epoch(dataset: TrainingSet, pack: PackOptions, mix: Mix | None, seed: int) -> Schedule:
+    """As a run would see it that cuts what is longer than a pack."""
+    return Schedule(
+        lengths=np.minimum(dataset.lengths, pack.tokens),
         anchors=count_anchors(dataset.legal_counts, min(pack.anchors_per_document, pack.anchors), pack.anchor_density),
         num_tokens=pack.tokens,
         num_anchors=pack.anchors,
@@ -72,7 +67,30 @@ def measure(dataset: PreparedDataset, tokenizer: PreTrainedTokenizerBase, pack: 
         packs_per_step=1,
         epochs=1,
         seed=seed,
+        mix=mix,
     )
+
+
+def visits_by_tag(dataset: TrainingSet, schedule: Schedule) -> dict[str, int]:
+    rows = schedule.rows(0)
+    return {tag: int(dataset.tagged(tag)[rows].sum()) for tag in dataset.counts["tags"]}
+
+
+def measure(dataset: TrainingSet, tokenizer: PreTrainedTokenizerBase, schedule: Schedule) -> Statistics:
+    lengths, counts = dataset.lengths, dataset.counts
+    mixed = len(dataset.parts) > 1 or schedule.mix is not None
+    read = np.unique(np.linspace(0, len(dataset) - 1, min(READ, len(dataset))).astype(np.int64))
+    decoded = set(read[:: max(1, len(read) // DECODED)].tolist())
+    seen: set[bytes] = set()
+    supervised, letters = [], Counter()
+    for index in read:
+        sample = dataset[index]
+        seen.add(hashlib.blake2b(sample.tokens.tobytes(), digest_size=8).digest())
+        supervised.append(float(sample.supervised.mean()))
+        if int(index) in decoded:
+            letters.update(scripts(str(tokenizer.decode(sample.tokens[sample.supervised].tolist()))))
+    bounds = 2 ** np.arange(3, max(4, int(np.ceil(np.log2(lengths.max()))) + 1))
+    places = Counter(np.searchsorted(bounds, lengths).tolist())
     token_fill, anchor_fill = schedule.fill()
     return Statistics(
         rows=len(dataset),
@@ -81,11 +99,14 @@ def measure(dataset: PreparedDataset, tokenizer: PreTrainedTokenizerBase, pack: 
         lengths={q: int(np.quantile(lengths, q, method="lower")) for q in QUANTILES},
         histogram=tuple((int(bound), places[place]) for place, bound in enumerate(bounds)),
         read=len(read),
-        shares={q: float(np.quantile(shares, q)) for q in QUANTILES},
+        supervised_shares={q: float(np.quantile(supervised, q)) for q in QUANTILES},
         duplicates=len(read) - len(seen),
         token_fill=float(token_fill),
         anchor_fill=float(anchor_fill),
         tags=counts["tags"],
+        modes=counts["modes"],
+        shares=tuple(shares(dataset, schedule)) if mixed else (),
+        tag_visits=visits_by_tag(dataset, schedule) if mixed else {},
         decoded=len(decoded),
         scripts={name: count / letters.total() for name, count in letters.most_common(8)},
     )

@@ -8,7 +8,7 @@ import pytest
 
 from draftsmith.config import DataOptions, OptimOptions, PackOptions
 from draftsmith.data.modes import find_switch, missing_mode
-from draftsmith.data.plan import Plan, count_modes, make_plan
+from draftsmith.data.plan import Plan, make_plan
 from draftsmith.data.prepare import prepare, tokenizer_fingerprint
 from tests.data.test_templates import FOLDER, assistant, family, user
 
@@ -70,7 +70,7 @@ def test_a_run_says_if_all_its_sets_are_of_one_mode(tmp_path):
     assert warning.startswith("all answers are those of the target thinking (2 rows enable_thinking not given, with a")
     assert "served without thinking" in warning
     both = plan_of(mix=(thinking, f"{plain}=0.5"))
-    assert both.warnings == () and sum(count_modes(both.dataset).values()) == 4
+    assert both.warnings == () and sum(both.dataset.counts["modes"].values()) == 4
     assert missing_mode({}) == ""
 
 
