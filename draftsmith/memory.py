@@ -7,12 +7,17 @@ compiled drafter saves, listed in `_kept`); how much the backward pass needs on 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from draftsmith.config import Recipe
+from draftsmith.errors import UserError
 
 GIB = 2**30
+TILE = 128  # as in `visibility`, which imports torch; `plan` does not
+CLEARLY = 1.1
+"""The formula is within a few per cent of what was measured; CUDA's context and the allocator's slack come on top."""
 FP8_KEPT = 0.84  # of the activations: some inputs of linear layers are kept quantised
 
 
@@ -121,6 +126,48 @@ def describe(parts: dict[str, int]) -> str:
     """One line: the sum, and every part of at least a hundredth of a GiB."""
     named = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size >= GIB // 100)
     return f"{sum(parts.values()) / GIB:.1f} GiB ({named})"
+
+
+def total(sizes: Sizes) -> int:
+    return sum(breakdown(sizes).values())
+
+
+def largest_pack(sizes: Sizes, capacity: float) -> tuple[int, int] | None:
+    """Tokens and anchors of the largest pack, in the proportion asked for, whose step fits into so many bytes."""
+    unit = TILE // math.gcd(TILE, sizes.block)
+    for tokens in range(sizes.tokens // TILE * TILE, 0, -TILE):
+        anchors = tokens * sizes.anchors // sizes.tokens // unit * unit
+        if anchors and total(replace(sizes, tokens=tokens, anchors=anchors)) <= capacity:
+            return tokens, anchors
+    return None
+
+
+def levers(sizes: Sizes) -> str:
+    """What would make a step smaller, and how large it then is expected to be."""
+    half = {"tokens": sizes.tokens // 2, "anchors": sizes.anchors // 2}
+    changes: dict[str, dict] = {
+        'recompute = "mlp"': {"recompute": "mlp"},
+        'recompute = "layer"': {"recompute": "layer"},
+        f"half the pack (pack.tokens {half['tokens']}, pack.anchors {half['anchors']})": half,
+        "drafter.fp8 (on Hopper or newer)": {"fp8_drafter": True} if sizes.width == 2 else {},
+    }
+    now = total(sizes)
+    after = {name: total(replace(sizes, **change)) for name, change in changes.items()}
+    return ", ".join(f"{name}: {size / GIB:.1f} GiB" for name, size in after.items() if size < now)
+
+
+def refuse_too_large(sizes: Sizes, capacity: int) -> None:
+    """Raise UserError if a step needs clearly more than a GPU has, before anything is compiled."""
+    if total(sizes) <= CLEARLY * capacity:
+        return
+    fits = largest_pack(sizes, capacity / CLEARLY)
+    best = (
+        f"the largest pack that fits is pack.tokens {fits[0]} with pack.anchors {fits[1]}" if fits else "no pack fits"
+    )
+    raise UserError(
+        f"a step needs about {describe(breakdown(sizes))}, and the GPU has {capacity / GIB:.1f} GiB; {best}. "
+        f'Other ways: {levers(sizes)}; or layout = "split"'
+    )
 
 
 def sizes_of(recipe: Recipe, drafter: Any, target: Any, *, width: int, drafters: int = 1) -> Sizes:

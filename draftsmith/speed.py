@@ -6,18 +6,21 @@ nothing may compile any more and the memory in use is compared with what `memory
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 
 from draftsmith import fp8, memory
 from draftsmith.compile import CompileMarker, compile_layers, forbid_recompiling
 from draftsmith.config import Recipe
-from draftsmith.drafters import DFlashDrafter
+from draftsmith.drafters import DRAFTERS, DFlashDrafter
 from draftsmith.drafters.layers import DecoderLayer
-from draftsmith.errors import UserError
+from draftsmith.errors import EnvironmentFault, UserError
+from draftsmith.ranks import Ranks
 from draftsmith.targets import HFTarget, Target
+from draftsmith.targets.hf import read_config, tap_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +109,7 @@ def apply_speed(
     if device.type == "cuda":
         width = target.head.element_size()
         sizes = memory.sizes_of(recipe, drafter.config, target.config, width=width, drafters=drafters)
+        memory.refuse_too_large(sizes, torch.cuda.get_device_properties(device).total_memory)
         expected = memory.breakdown(sizes)
         say(f"GPU memory: about {memory.describe(expected)} of {_total(device)}")
     return Speed(
@@ -115,6 +119,29 @@ def apply_speed(
         device=device,
         say=say,
     )
+
+
+@contextmanager
+def memory_faults(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
+    """A GPU that is full as EnvironmentFault: what was expected, and what would make it less."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
+        reason = str(error).strip().splitlines()[0][:200]
+        advice = "share the target's weights (pipeline.target_ranks), or halve pack.tokens and pack.anchors"
+        if ranks.drafter is not None:
+            config = read_config(recipe.target)
+            taps = tap_ids(recipe.target, config, recipe.drafter.num_layers)
+            drafter = DRAFTERS[recipe.drafter.kind][1](replace(recipe.drafter, mask_token_id=0), config, taps)
+            width = 4 if recipe.target.dtype == "float32" or ranks.device.type == "cpu" else 2
+            sizes = memory.sizes_of(recipe, drafter, config, width=width, drafters=ranks.roles.drafters)
+            advice = (
+                f"about {memory.describe(memory.breakdown(sizes))} were expected. What lowers that: "
+                f"{memory.levers(sizes)}. recompute may change when the run goes on, the others need a new run folder"
+            )
+        raise EnvironmentFault(f"{ranks.name} is out of memory ({reason}); {advice}") from error
 
 
 def _fp8(recipe: Recipe) -> dict[str, bool]:

@@ -39,7 +39,7 @@ from draftsmith.report import Progress, Report
 from draftsmith.roles import roles_of
 from draftsmith.run import agreed, flat, refuse_other_recipe, versions
 from draftsmith.signals import StopRequest
-from draftsmith.speed import check_speed
+from draftsmith.speed import check_speed, memory_faults
 from draftsmith.supply import supply
 from draftsmith.telemetry import Console, Silent, TensorBoard
 from draftsmith.trace import Trace
@@ -54,7 +54,7 @@ def train(recipe: Recipe, console: Console) -> dict | None:
     Raises Interrupted after a signal (saved first), Diverged after too many non-finite gradients, and UserError for
     options or data that cannot work.
     """
-    with take_part(recipe) as ranks:
+    with take_part(recipe) as ranks, memory_faults(recipe, ranks):
         check_speed(recipe, ranks.device, ranks.roles.world)
         console = console if ranks.is_first else Silent()
         if ranks.target is not None:

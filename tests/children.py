@@ -36,9 +36,9 @@ class Fault:
 
     call: str
     nth: int
-    effect: Literal["signal", "sleep", "full disk", "nan"] = "signal"
+    effect: Literal["signal", "sleep", "full disk", "nan", "out of memory"] = "signal"
     """What happens at the call: this process gets `signal`; it takes `seconds` longer; it fails with ENOSPC; all
-    numbers of the features it makes are NaN."""
+    numbers of the features it makes are NaN; the backward pass of the loss it makes finds no memory."""
     seconds: float = 0.0
     signal: int = signal.SIGKILL
     save: int = 0
@@ -122,6 +122,10 @@ def _run(words: list[str], log: Path, fault: Fault | None, audit: Path | None, e
             audit.write_text("".join(f"{event}\n" for event in events))
 
 
+def _no_memory(gradient: torch.Tensor) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
 def _arm(fault: Fault) -> None:
     counted = {"saves": 0, "calls": 0}
 
@@ -148,6 +152,8 @@ def _arm(fault: Fault) -> None:
         made = original(*args, **options)
         if fault.effect == "nan":
             made.context.fill_(torch.nan)
+        elif fault.effect == "out of memory":
+            made.total.register_hook(_no_memory)
         return made
 
     wrap("save", save)

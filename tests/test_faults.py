@@ -181,3 +181,17 @@ def test_a_loader_process_that_dies_is_told_with_its_pack(world, tmp_path, layou
     assert "of epoch 0 (samples " in said or "of epoch 1 (samples " in said
     recipe = with_options(recipe, "data", workers=0)
     assert {e.code for e in run_ranks(recipe, number)} == {0}
+
+
+@pytest.mark.parametrize(("number", "layout"), [(1, "colocated"), (2, "colocated"), (2, "split")])
+def test_out_of_memory_is_one_line_with_what_lowers_it(world, tmp_path, number, layout):
+    given = {"targets": 1, "drafters": 1} if layout == "split" else {}
+    recipe = short(world, tmp_path, layout, **given)
+    nth = 7 if number == 2 and layout == "colocated" else 15  # in step 4
+    ended = run_ranks(recipe, number, faults={0: Fault(call="loss", nth=nth, effect="out of memory")})
+    assert {e.code for e in ended} == {3}, [e.output for e in ended]
+    (line,) = [line for e in ended for line in e.output.splitlines() if line.startswith("draftsmith:")]
+    assert "is out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.); about 0.0 GiB" in line
+    assert 'recompute = "mlp": 0.0 GiB' in line and "half the pack (pack.tokens 80, pack.anchors 12)" in line
+    assert "Traceback" not in "".join(e.output for e in ended)
+    assert outcome(recipe)["step"] == 3

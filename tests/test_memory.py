@@ -4,9 +4,22 @@ from dataclasses import replace
 
 import pytest
 
+from draftsmith import visibility
 from draftsmith.config import DFlashOptions, LossOptions, OptimOptions, PackOptions, Recipe
 from draftsmith.drafters.dflash import build_config
-from draftsmith.memory import GIB, Sizes, breakdown, describe, sizes_of
+from draftsmith.errors import UserError
+from draftsmith.memory import (
+    CLEARLY,
+    GIB,
+    TILE,
+    Sizes,
+    breakdown,
+    describe,
+    largest_pack,
+    levers,
+    refuse_too_large,
+    sizes_of,
+)
 from tests.tiny import tiny_target
 
 LARGE = Sizes(
@@ -92,3 +105,28 @@ def test_description_names_the_parts_and_their_sum():
     line = describe(breakdown(LARGE))
     assert line.startswith("80.9 GiB (weights 3.1, masters 3.9, optimizer 7.8, features 1.9, activations 54.9, ")
     assert "fp8" not in line and "target" not in line  # parts of nothing are left out
+
+
+@pytest.mark.parametrize("tokens", [49_152, 65_536])
+def test_what_is_clearly_too_large_is_refused_with_the_largest_pack_that_fits(tokens: int):
+    sizes, capacity = replace(LARGE, tokens=tokens, anchors=tokens // 8), 48 * GIB
+    with pytest.raises(UserError, match=r"and the GPU has 48\.0 GiB; the largest pack that fits is") as caught:
+        refuse_too_large(sizes, capacity)
+    fits = largest_pack(sizes, capacity / CLEARLY)
+    assert TILE == visibility.TILE
+    assert fits and f"pack.tokens {fits[0]} with pack.anchors {fits[1]}." in str(caught.value)
+    assert fits == (21376, 2672), "whatever was asked for"
+    refuse_too_large(replace(sizes, tokens=fits[0], anchors=fits[1]), capacity)
+    assert total(replace(sizes, tokens=fits[0] + 128, anchors=fits[1] + 16)) * GIB > capacity / CLEARLY
+    assert 'recompute = "mlp": ' in str(caught.value) and "drafter.fp8" in str(caught.value)
+
+
+def test_what_fits_is_not_refused():
+    refuse_too_large(LARGE, 80 * GIB)  # by the formula it is 1 % over: no clear case
+    with pytest.raises(UserError, match="no pack fits"):
+        refuse_too_large(LARGE, 8 * GIB)
+
+
+def test_levers_leave_out_what_is_done_already():
+    assert "mlp" not in levers(replace(LARGE, recompute="layer", fp8_drafter=True))
+    assert "fp8" not in levers(replace(LARGE, width=4))
