@@ -51,6 +51,18 @@ def agreement(plain: list[int], output: list[int], ties: Callable[[int], set[int
 
 def told(found: list[Agreement]) -> str:
     """How many outputs are equal to the target's own."""
-    equal, near = found.count("equal"), found.count("near tie")
+    return told_counts(found.count("equal"), found.count("near tie"), len(found))
+
+
+def told_counts(equal: int, near: int, total: int, whose: str = "the target's") -> str:
     but = f", {near} but for a near tie" if near else ""
-    return f"{equal} of {len(found)} outputs equal to the target's{but}"
+    return f"{equal} of {total} outputs equal to {whose}{but}"
+
+
+def verdict(lossless: bool | None, near: int) -> str:
+    """Of an evaluation, in a few words."""
+    if lossless is None:
+        return "sampled"
+    if not lossless:
+        return "OUTPUT DIFFERS from plain decoding"
+    return "output equal to plain decoding" + (f" but for near ties in {near} answers" if near else "")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith import commands
+from draftsmith.acceptance import told_counts
 from draftsmith.adopt import adopt
 from draftsmith.checks import choose_device
 from draftsmith.config import EvaluationOptions, TargetOptions
@@ -22,7 +23,7 @@ from draftsmith.evaluate import evaluate as measure
 from draftsmith.evaluate import make_cases, warm_up
 from draftsmith.export.folder import measure as measure_file
 from draftsmith.findings import CheckFailed
-from draftsmith.results import rescore, sample_of, score, write_evaluation
+from draftsmith.results import LATER, rescore, sample_of, score, write_evaluation
 from draftsmith.run import versions
 from draftsmith.targets import HFTarget
 from draftsmith.telemetry import Console
@@ -135,7 +136,8 @@ def run_suite(suite: Suite, contender: Contender) -> tuple[dict, list[dict]]:
     cases = make_cases(target, suite.prompts, options, lambda done: None, contender.arguments, contender.seed)
     plain_seconds = time.perf_counter() - start
     result = measure(target, drafter, cases, options, contender.seed)
-    samples = [sample_of(suite.name, case, answer) for case, answer in zip(cases, result.answers, strict=True)]
+    rows = zip(cases, result.answers, result.agreements, strict=True)
+    samples = [sample_of(suite.name, *row) for row in rows]
     speed = None
     if options.temperature == 0:  # of this loop, one conversation at a time: no figure of a server
         plain_tokens = sum(len(case.plain or ()) for case in cases)
@@ -156,10 +158,12 @@ def show_figures(report: dict, console: Console) -> None:
     console.say("accepted by slot       " + " ".join(f"{slot['value']:.2f}" for slot in report["by_slot"]))
     for tag, figure in report["by_tag"].items():
         console.say(f"  {tag:<20} {told(figure)}")
+    if len(report["by_context"]) > 1:
+        for name, figure in report["by_context"].items():
+            console.say(f"  {'context ' + name:<20} {figure['value']:.3f}  ({figure['count']} cycles), pooled")
     if report["lossless"] is not None:
-        console.say(
-            f"lossless               {report['num_equal']} of {report['answers']} outputs equal to plain decoding"
-        )
+        counts = report["num_equal"], report["num_near_ties"], report["answers"]
+        console.say(f"lossless               {told_counts(*counts, 'plain decoding')}")
     if speed := report.get("reference_loop_tokens_per_second"):
         console.say(
             f"reference loop         {speed['speculative']:.1f} tokens a second, plain {speed['plain']:.1f}; batch 1, "
@@ -177,7 +181,11 @@ def again(command: commands.EvaluateCommand, console: Console) -> None:
         console.say(f"{name}, {figures['answers']} answers")
         show_figures(figures, console)
         written = report["suites"][name]
-        differing += [f"{name}: {key}" for key, value in figures.items() if written.get(key) != value]
+        differing += [
+            f"{name}: {key}"
+            for key, value in figures.items()
+            if written.get(key, value if key in LATER else None) != value
+        ]
     if differing:
         raise CheckFailed(f"{command.rescore}/results.json does not follow from its samples: {', '.join(differing)}")
     console.say(f"{command.rescore}/results.json follows from its samples")

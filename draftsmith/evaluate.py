@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from draftsmith.acceptance import Agreement, agreement, near_ties
 from draftsmith.config import EvaluationOptions
 from draftsmith.data.chat import prompt_tokens
 from draftsmith.data.prompts import Prompt
@@ -53,16 +54,20 @@ class Evaluation:
     by_tag: dict[str, float]
     """Mean accept length of the responses that carry the tag."""
     lossless: bool | None
-    """Every output equals the target's own greedy output; None with sampling."""
+    """Every output equals the target's own greedy output, in bf16 but for near ties; None with sampling."""
     num_equal: int
+    num_near_ties: int
+    """Outputs whose first difference is a near tie of the target's logits."""
     prompts: int
     tokens: int
     seconds: float
     answers: list[Decoded]
+    agreements: list[Agreement | None]
+    """Of each answer with the target's own."""
 
     def summary(self) -> dict:
         """The figures as JSON, without the answers."""
-        return {k: v for k, v in vars(self).items() if k != "answers"}
+        return {k: v for k, v in vars(self).items() if k not in ("answers", "agreements")}
 
 
 def make_cases(
@@ -129,10 +134,32 @@ def evaluate(
     for case in cases:
         generator = torch.Generator().manual_seed(keyed_seed("evaluate", seed, case.prompt.id) >> 1)
         answers.append(decode_speculative(target, drafter, case.tokens, options.max_new_tokens, sampling, generator))
-    return _summarise(cases, answers, drafter.config.block_size, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    agreements: list[Agreement | None] = [
+        _agreement(target, case, answer) for case, answer in zip(cases, answers, strict=True)
+    ]
+    return _summarise(cases, answers, agreements, drafter.config.block_size, seconds)
 
 
-def _summarise(cases: list[Case], answers: list[Decoded], block_size: int, seconds: float) -> Evaluation:
+def _agreement(target: Target, case: Case, answer: Decoded) -> Agreement | None:
+    plain = case.plain
+
+    def ties(place: int) -> set[int]:
+        if plain is None or target.head.dtype == torch.float32:
+            return set()
+        text = torch.cat([case.tokens, case.tokens.new_tensor(plain[:place])])
+        return near_ties(target.extend(text, target.new_cache())[0][-1:])[0]
+
+    return None if plain is None else agreement(plain, answer.tokens, ties)
+
+
+def _summarise(
+    cases: list[Case],
+    answers: list[Decoded],
+    agreements: list[Agreement | None],
+    block_size: int,
+    seconds: float,
+) -> Evaluation:
     lengths = [a.accept_length for a in answers if a.accept_length is not None]
     cycles = [committed for a in answers for committed in a.cycles]
     drafts = [(accepted, offered) for a in answers for accepted, offered in zip(a.accepted, a.offered, strict=True)]
@@ -141,8 +168,6 @@ def _summarise(cases: list[Case], answers: list[Decoded], block_size: int, secon
         if answer.accept_length is not None:
             for tag in case.prompt.tags:
                 by_tag.setdefault(tag, []).append(answer.accept_length)
-    greedy = all(case.plain is not None for case in cases)
-    num_equal = sum(case.plain == answer.tokens for case, answer in zip(cases, answers, strict=True))
     return Evaluation(
         accept_length=sum(lengths) / max(1, len(lengths)),
         accept_length_pooled=sum(cycles) / max(1, len(cycles)),
@@ -151,10 +176,12 @@ def _summarise(cases: list[Case], answers: list[Decoded], block_size: int, secon
             for slot in range(1, block_size)
         ],
         by_tag={tag: sum(values) / len(values) for tag, values in sorted(by_tag.items())},
-        lossless=num_equal == len(cases) if greedy else None,
-        num_equal=num_equal,
+        lossless=None if None in agreements else "differs" not in agreements,
+        num_equal=agreements.count("equal"),
+        num_near_ties=agreements.count("near tie"),
         prompts=len(cases),
         tokens=sum(len(a.tokens) for a in answers),
         seconds=seconds,
         answers=answers,
+        agreements=agreements,
     )

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from draftsmith.acceptance import block_metrics
+from draftsmith.acceptance import block_metrics, verdict
 from draftsmith.errors import Diverged
 from draftsmith.evaluate import evaluate
 from draftsmith.features.wire import Receiver, send_tensors
@@ -108,15 +108,10 @@ class Report:
         with job.ranks.pulse("evaluate"):
             summary = self._remote_evaluation() if isinstance(job.source, Receiver) else self._own_evaluation()
         job.run.metrics.write({"step": progress.step, "evaluation": summary})
-        lossless = {
-            True: "output equal to plain decoding",
-            False: "OUTPUT DIFFERS from plain decoding",
-            None: "sampled",
-        }
         self.console.say(
             f"evaluation at step {progress.step}: accept length {summary['accept_length']:.2f} "
             f"(pooled {summary['accept_length_pooled']:.2f}) on {summary['prompts']} held-out prompts, "
-            f"{lossless[summary['lossless']]}"
+            f"{verdict(summary['lossless'], summary['num_near_ties'])}"
         )
         return summary
 

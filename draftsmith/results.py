@@ -16,11 +16,14 @@ from pathlib import Path
 
 import numpy as np
 
+from draftsmith.acceptance import Agreement
 from draftsmith.decode import Decoded
 from draftsmith.errors import DataError, EnvironmentFault, UserError
 from draftsmith.evaluate import Case
 
 DRAWS = 2000
+BUCKET = 2048  # positions of the first bucket of `by_context`; the others double
+LATER = ("by_context", "num_near_ties")  # figures that evaluations of earlier releases lack
 CYCLES = ("cycles", "offered", "accepted")
 
 
@@ -43,7 +46,7 @@ def wilson(hits: int, count: int) -> tuple[float, float] | None:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def sample_of(suite: str, case: Case, answer: Decoded) -> dict:
+def sample_of(suite: str, case: Case, answer: Decoded, agreed: Agreement | None) -> dict:
     """An answer as a line of samples.jsonl."""
     return {
         "suite": suite,
@@ -54,7 +57,8 @@ def sample_of(suite: str, case: Case, answer: Decoded) -> dict:
         "cycles": answer.cycles,
         "offered": answer.offered,
         "accepted": answer.accepted,
-        "equal": None if case.plain is None else case.plain == answer.tokens,
+        "equal": None if agreed is None else agreed == "equal",
+        "near_tie": agreed == "near tie",
     }
 
 
@@ -64,6 +68,7 @@ def score(samples: list[dict], block_size: int) -> dict:
     cycles = [committed for s in samples for committed in s["cycles"]]
     drafts = [pair for s in samples for pair in zip(s["accepted"], s["offered"], strict=True)]
     known = [s["equal"] for s in samples if s["equal"] is not None]
+    near = [bool(s.get("near_tie")) for s in samples if s["equal"] is not None]
 
     def figure(values: list[float]) -> dict:
         return {
@@ -84,12 +89,34 @@ def score(samples: list[dict], block_size: int) -> dict:
             tag: figure([length for tags, length in pairs if tag in tags])
             for tag in sorted({tag for tags, _ in pairs for tag in tags})
         },
+        "by_context": by_context(samples),
         "by_slot": [slot_figure(slot) for slot in range(1, block_size)],
-        "lossless": all(known) if known else None,
+        "lossless": all(one or other for one, other in zip(known, near, strict=True)) if known else None,
         "num_equal": sum(known),
+        "num_near_ties": sum(near),
         "answers": len(samples),
         "tokens": sum(len(s["tokens"]) for s in samples),
         "cycles": len(cycles),
+    }
+
+
+def by_context(samples: list[dict]) -> dict[str, dict]:
+    """Accept length, pooled, by how long prompt and answer were when a cycle began: 0-2k, 2k-4k, 4k-8k, ..."""
+    found: dict[int, list[int]] = {}
+    for sample in samples:
+        place = len(sample["prompt_tokens"])  # the anchor: prefill's token, which no cycle commits
+        for committed in sample["cycles"]:
+            found.setdefault((place // BUCKET).bit_length(), []).append(committed)
+            place += committed
+    thousands = BUCKET // 1024
+
+    def name(bucket: int) -> str:
+        low = f"{thousands << (bucket - 1)}k" if bucket else "0"
+        return f"{low}-{thousands << bucket}k"
+
+    return {
+        name(bucket): {"value": sum(cycles) / len(cycles), "count": len(cycles)}
+        for bucket, cycles in sorted(found.items())
     }
 
 

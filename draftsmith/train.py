@@ -311,6 +311,7 @@ def _results(job: Job, progress: Progress) -> dict | None:
         "accept_length_pooled_after": after.get("accept_length_pooled"),
         "accept_length_by_tag": after.get("by_tag"),
         "lossless": after.get("lossless"),
+        "num_near_ties": after.get("num_near_ties"),
         "prompts": after.get("prompts", 0),
         "steps": progress.step,
         "skipped": progress.skipped,

@@ -87,5 +87,5 @@ def test_an_output_is_judged_at_its_first_difference():
     plain = [4, 5, 7]
     found = [agreement(plain, output, ties) for output in ([4, 5, 7], [4, 6, 9], [4, 9, 7], [3, 5, 7], [4, 5])]
     assert found == ["equal", "near tie", "differs", "differs", "differs"] and asked == [1, 1, 0]
-    assert told(found[:2]) == "1 of 2 outputs equal to the target's, 1 but for a near tie"
+    assert told(["equal", "near tie"]) == "1 of 2 outputs equal to the target's, 1 but for a near tie"
     assert told(["equal"]) == "1 of 1 outputs equal to the target's"

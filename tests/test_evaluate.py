@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from draftsmith.acceptance import Agreement, agreement, verdict
 from draftsmith.config import DataOptions, EvaluationOptions
 from draftsmith.data.prompts import Prompt
 from draftsmith.data.template import chat_arguments
 from draftsmith.decode import Decoded
 from draftsmith.errors import DataError, UserError
-from draftsmith.evaluate import Case, _summarise, evaluate, make_cases
+from draftsmith.evaluate import Case, Evaluation, _agreement, _summarise, evaluate, make_cases
 from draftsmith.targets import HFTarget
 from tests.test_decode import make_drafter
 from tests.tiny import CHATML, tiny_target, tiny_tokenizer
@@ -42,31 +43,61 @@ ANSWERS = [
 CASES = [case("a", ANSWERS[0].tokens, "x"), case("b", ANSWERS[1].tokens, "x", "y"), case("c", [2], "z")]
 
 
+def summarise(cases: list[Case], answers: list[Decoded]) -> Evaluation:
+    agreed: list[Agreement | None] = [
+        None if c.plain is None else agreement(c.plain, a.tokens, lambda i: set())
+        for c, a in zip(cases, answers, strict=True)
+    ]
+    return _summarise(cases, answers, agreed, 4, 1.0)
+
+
 def test_accept_length_is_the_mean_over_responses():
-    found = _summarise(CASES, ANSWERS, 4, 1.0)
+    found = summarise(CASES, ANSWERS)
     assert found.accept_length == (2.5 + 2.0) / 2  # the third answer has no cycle; prefill's tokens belong to none
 
 
 def test_pooled_accept_length_is_over_all_cycles():
-    assert _summarise(CASES, ANSWERS, 4, 1.0).accept_length_pooled == (4 + 1 + 2) / 3
+    assert summarise(CASES, ANSWERS).accept_length_pooled == (4 + 1 + 2) / 3
 
 
 def test_accept_rate_by_slot_counts_what_was_offered():
-    assert _summarise(CASES, ANSWERS, 4, 1.0).accept_rate_by_slot == [2 / 3, 2 / 3, 1 / 2]
+    assert summarise(CASES, ANSWERS).accept_rate_by_slot == [2 / 3, 2 / 3, 1 / 2]
 
 
 def test_accept_length_by_tag():
-    assert _summarise(CASES, ANSWERS, 4, 1.0).by_tag == {"x": 2.25, "y": 2.0}
+    assert summarise(CASES, ANSWERS).by_tag == {"x": 2.25, "y": 2.0}
 
 
 def test_one_different_token_is_not_lossless():
-    found = _summarise([*CASES[:2], case("c", [3])], ANSWERS, 4, 1.0)
+    found = summarise([*CASES[:2], case("c", [3])], ANSWERS)
     assert found.lossless is False and found.num_equal == 2
-    assert _summarise(CASES, ANSWERS, 4, 1.0).lossless is True
+    assert summarise(CASES, ANSWERS).lossless is True
+
+
+@pytest.mark.parametrize(
+    ("dtype", "flat", "expected"),
+    [(torch.bfloat16, True, "near tie"), (torch.float32, True, "differs"), (torch.bfloat16, False, "differs")],
+)
+def test_a_near_tie_counts_as_equal_in_bf16_and_never_in_fp32(dtype, flat, expected):
+    """Kernels of other shapes choose otherwise where two logits are all but equal; `verify` forgives that too."""
+    target = HFTarget(tiny_target(tied=False).to(dtype), tiny_tokenizer(), (0, 2))
+    if flat:
+        target.head.zero_()  # every token is as good as the first choice
+    (one,) = make_cases(target, [prompt("one")], EvaluationOptions(max_new_tokens=6), lambda done: None)
+    text = torch.cat([one.tokens, one.tokens.new_tensor(one.plain[:2])])
+    worst = int(target.extend(text, target.new_cache())[0][-1, 3:].argmin()) + 3
+    answer = replace(ANSWERS[0], tokens=[*one.plain[:2], 7 if flat else worst, 5])
+    assert _agreement(target, one, answer) == expected
+
+
+def test_what_an_evaluation_says_of_its_outputs():
+    assert verdict(True, 2) == "output equal to plain decoding but for near ties in 2 answers"
+    assert verdict(True, 0) == "output equal to plain decoding" and verdict(None, 0) == "sampled"
+    assert verdict(False, 2) == "OUTPUT DIFFERS from plain decoding"
 
 
 def test_nothing_is_claimed_about_losslessness_when_sampling():
-    assert _summarise([case("a", None)], ANSWERS[:1], 4, 1.0).lossless is None
+    assert summarise([case("a", None)], ANSWERS[:1]).lossless is None
 
 
 @pytest.fixture(scope="module")

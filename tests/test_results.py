@@ -14,7 +14,7 @@ from draftsmith.results import bootstrap, sample_of, score, wilson
 from draftsmith.telemetry import Console
 from draftsmith.train import train
 from tests.conftest import make_recipe, with_options
-from tests.test_evaluate import ANSWERS, CASES, _summarise
+from tests.test_evaluate import ANSWERS, CASES, summarise
 
 
 def test_wilson_by_hand():
@@ -30,7 +30,7 @@ def test_bootstrap_holds_the_mean_and_is_the_same_every_time():
     assert bootstrap([2.0]) is None and bootstrap([2.0, 2.0]) == (2.0, 2.0)
 
 
-SAMPLES = [sample_of("s", case, answer) for case, answer in zip(CASES, ANSWERS, strict=True)]
+SAMPLES = [sample_of("s", case, answer, "equal") for case, answer in zip(CASES, ANSWERS, strict=True)]
 
 
 def test_a_score_counts_what_it_is_over():
@@ -43,8 +43,27 @@ def test_a_score_counts_what_it_is_over():
     assert (report["lossless"], report["num_equal"], report["answers"]) == (True, 3, 3)
 
 
+def test_a_near_tie_is_counted_apart():
+    report = score([SAMPLES[0] | {"equal": False, "near_tie": True}, *SAMPLES[1:]], 4)
+    assert (report["lossless"], report["num_equal"], report["num_near_ties"]) == (True, 2, 1)
+    earlier = [{key: value for key, value in s.items() if key != "near_tie"} for s in SAMPLES]
+    assert score([earlier[0] | {"equal": False}, *earlier[1:]], 4)["lossless"] is False
+
+
+def test_accept_length_by_context():
+    """A cycle counts where it begins: behind the prompt and what is committed."""
+    long = SAMPLES[0] | {"prompt_tokens": [0] * 2046, "cycles": [2, 3, 1]}  # begin at 2046, 2048, 2051
+    longer = SAMPLES[0] | {"prompt_tokens": [0] * 8191, "cycles": [1, 4]}  # at 8191 and 8192
+    assert score([long, longer], 4)["by_context"] == {
+        "0-2k": {"value": 2.0, "count": 1},
+        "2k-4k": {"value": 2.0, "count": 2},
+        "4k-8k": {"value": 1.0, "count": 1},
+        "8k-16k": {"value": 4.0, "count": 1},
+    }
+
+
 def test_a_score_is_that_of_the_evaluation_itself():
-    found, report = _summarise(CASES, ANSWERS, 4, 1.0), score(SAMPLES, 4)
+    found, report = summarise(CASES, ANSWERS), score(SAMPLES, 4)
     assert report["accept_length"]["value"] == found.accept_length
     assert report["accept_length_pooled"] == found.accept_length_pooled
     assert [slot["value"] for slot in report["by_slot"]] == found.accept_rate_by_slot

@@ -105,7 +105,13 @@ def test_the_best_checkpoint_is_kept(recipe, monkeypatch):
     scores = iter([3.0, 2.0, 1.0])
 
     def fake(report):
-        return {"accept_length": next(scores), "accept_length_pooled": 1.0, "lossless": True, "prompts": 2}
+        return {
+            "accept_length": next(scores),
+            "accept_length_pooled": 1.0,
+            "lossless": True,
+            "num_near_ties": 0,
+            "prompts": 2,
+        }
 
     monkeypatch.setattr("draftsmith.report.Report._own_evaluation", fake)
     recipe = with_options(with_options(recipe, "evaluation", every=4), "checkpoint", every=2)
