@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -94,6 +95,13 @@ class Report:
         self._check_divergence(record, progress)
         self._updates.clear()
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done here is no training: it counts in no rate."""
+        begin = time.perf_counter()
+        yield
+        self._start += time.perf_counter() - begin
+
     def lap(self) -> float:
         """Seconds since the last lap."""
         now = time.perf_counter()
@@ -105,9 +113,11 @@ class Report:
         job = self.job
         if job.run is None:
             return None
-        with job.ranks.pulse("evaluate"):
+        with job.ranks.pulse("evaluate"), self.aside():
             summary = self._remote_evaluation() if isinstance(job.source, Receiver) else self._own_evaluation()
         job.run.metrics.write({"step": progress.step, "evaluation": summary})
+        if self.board:
+            self.board.write({"step": progress.step} | {f"evaluation/{key}": value for key, value in summary.items()})
         self.console.say(
             f"evaluation at step {progress.step}: accept length {summary['accept_length']:.2f} "
             f"(pooled {summary['accept_length_pooled']:.2f}) on {summary['prompts']} held-out prompts, "

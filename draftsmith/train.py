@@ -153,7 +153,7 @@ def _loop(job: Job, progress: Progress, packs: Iterator[Pack], stop: StopRequest
             progress.latest = report.evaluation(progress)
         stopped = ranks.agree_to_stop(bool(stop.name) or getattr(job.source, "stop_wanted", False))
         if job.run and (save_now or stopped):
-            with pulse("save"):
+            with pulse("save"), report.aside():
                 _save(job, progress, report, evaluated=evaluate_now, last=step == schedule.num_steps or stopped)
         if stopped and step < schedule.num_steps:
             _end_early(job, progress, stop)

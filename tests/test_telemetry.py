@@ -5,6 +5,7 @@ import json
 import resource
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import pytest
 from draftsmith import telemetry
 from draftsmith.errors import EnvironmentFault
 from draftsmith.telemetry import Console, MetricsFile, TensorBoard, clean
+from draftsmith.train import train
+from tests.conftest import make_recipe, with_options
 
 
 class Terminal(io.StringIO):
@@ -245,6 +248,28 @@ def test_tensorboard_scalars(tmp_path, fake_tensorboard):
     board.close()
     assert writer.seen == [("loss", 1.5, 8), ("rows", 3, 8), "closed"]
     assert writer.purge_step == 8 and writer.folder == str(tmp_path / "events")
+
+
+def test_evaluations_are_on_the_board_and_count_in_no_rate(world, tmp_path, fake_tensorboard, monkeypatch):
+    """An evaluation of two seconds between steps of milliseconds."""
+    boards = []
+    monkeypatch.setattr(FakeWriter, "close", lambda self: boards.append(self))
+
+    def slow(self) -> dict:
+        time.sleep(2.0)
+        summary = {"accept_length": 2.5, "accept_length_pooled": 2.0, "prompts": 1, "lossless": True, "by_tag": {}}
+        return summary | {"near_ties": 0}
+
+    monkeypatch.setattr("draftsmith.report.Report._own_evaluation", slow)
+    recipe = with_options(make_recipe(world, tmp_path), "optim", steps=4)
+    recipe = with_options(with_options(recipe, "log", every=1, tensorboard=True), "evaluation", every=2)
+    train(recipe, Console(io.StringIO()))
+    (board,) = boards
+    assert [seen for seen in board.seen if seen[0] == "evaluation/accept_length"] == [
+        ("evaluation/accept_length", 2.5, step) for step in (2, 4)
+    ]
+    rates = {step: value for key, value, step in board.seen if key == "tokens_per_second"}
+    assert rates[3] > rates[2] / 8, rates
 
 
 @pytest.mark.parametrize("error", [OSError("disk"), RuntimeError("thread died"), ValueError("closed file")])
