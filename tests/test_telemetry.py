@@ -258,7 +258,7 @@ def test_evaluations_are_on_the_board_and_count_in_no_rate(world, tmp_path, fake
     def slow(self) -> dict:
         time.sleep(2.0)
         summary = {"accept_length": 2.5, "accept_length_pooled": 2.0, "prompts": 1, "lossless": True, "by_tag": {}}
-        return summary | {"near_ties": 0}
+        return summary | {"num_near_ties": 0}
 
     monkeypatch.setattr("draftsmith.report.Report._own_evaluation", slow)
     recipe = with_options(make_recipe(world, tmp_path), "optim", steps=4)
