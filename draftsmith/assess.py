@@ -22,6 +22,7 @@ from draftsmith.errors import UserError
 from draftsmith.evaluate import evaluate as measure
 from draftsmith.evaluate import make_cases, warm_up
 from draftsmith.export.folder import measure as measure_file
+from draftsmith.export.read import find_drafter
 from draftsmith.findings import CheckFailed
 from draftsmith.results import LATER, rescore, sample_of, score, write_evaluation
 from draftsmith.run import versions
@@ -110,8 +111,9 @@ def open_contender(command: commands.EvaluateCommand, suites: list[Suite], conso
     else:
         device, name, arguments = choose_device(command.device), command.drafter, chat_arguments(options)
         first = suites[0].prompts
-        target, drafter = adopt(Path(name), command.target, device, first, options, arguments, console.say)
-        files = sorted(p for p in Path(name).iterdir() if p.suffix in (".json", ".safetensors"))
+        folder = find_drafter(name)
+        target, drafter = adopt(folder, command.target, device, first, options, arguments, console.say)
+        files = sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors"))
         facts = {"files": {path.name: measure_file(path) for path in files}}
     facts |= {
         "drafter": name,

@@ -96,7 +96,8 @@ class EvaluateCommand:
     checkpoint: str = "best"
     """best, last, or the name of a checkpoint folder of the run."""
     drafter: str = ""
-    """Instead of a run: any drafter's folder, z-lab or Speculators layout (with --target.path)."""
+    """Instead of a run: any drafter's folder or Hub name (ORG/NAME or ORG/NAME@REVISION), in z-lab's or
+    Speculators' layout (with --target.path)."""
     target: TargetOptions = field(default_factory=TargetOptions)
     """Of --drafter. A run knows its target; there target.path says where it lies now, if it has moved."""
     suite: tuple[str, ...] = ()

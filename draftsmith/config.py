@@ -294,7 +294,8 @@ class Recipe:
     cuda_graph: bool = False
     """Replay the whole step as one CUDA graph: for packs so small that the GPU waits for the host."""
     init: str = ""
-    """Folder of a trained drafter to start from (warm start): a run's checkpoint, z-lab or Speculators layout."""
+    """Trained drafter to start from (warm start): a run's checkpoint, or a folder or Hub name (ORG/NAME[@REVISION]) in
+    z-lab's or Speculators' layout."""
     at_end: Literal["verify", "export", "nothing"] = "verify"
     """After the last step: export the best checkpoint to RUN/export and check it afresh, export only, or neither."""
     target: TargetOptions = field(default_factory=TargetOptions)

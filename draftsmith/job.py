@@ -29,7 +29,7 @@ from draftsmith.drafters import DRAFTERS, DFlashDrafter
 from draftsmith.drafters.dflash import misfits
 from draftsmith.errors import UserError
 from draftsmith.evaluate import Case, make_cases
-from draftsmith.export.read import read_folder, refuse_other_conventions
+from draftsmith.export.read import find_drafter, read_folder, refuse_other_conventions
 from draftsmith.features.wire import Receiver, receive_tensors
 from draftsmith.gradients import GradientSum
 from draftsmith.optim import MasterAdamW
@@ -112,7 +112,9 @@ def build_job(recipe: Recipe, ranks: Ranks, console: Console) -> Job:
     builder = PackBuilder(dataset, recipe.pack, block_shape(recipe, drafter.config), recipe.seed)
     _introduce(recipe, plan, drafter, drafter.config.dflash_config["mask_token_id"], console)
     if recipe.init and not any((Path(recipe.run) / "checkpoints").glob("step-*")):
-        warm_start(drafter, Path(recipe.init))  # before the run folder exists, so that a mistake leaves none behind
+        warm_start(
+            drafter, find_drafter(recipe.init)
+        )  # before the run folder exists, so that a mistake leaves none behind
     prints = {"data": plan.fingerprint, "target": target.fingerprint, "tokenizer": tokenizer_hash}
     if any(part.weight != 1 for part in dataset.parts):  # the recipe names them by folder, and folders may move
         prints["mix"] = hashlib.sha256(json.dumps([part.weight for part in dataset.parts]).encode()).hexdigest()

@@ -200,6 +200,7 @@ def export(command: commands.ExportCommand) -> None:
     """Write a checkpoint in the layouts asked for, and say how each is served and verified."""
     console = Console()
     folder, target = export_run(command, console)
+    console.say(f"to publish it, card included: hf upload ORG/NAME {folder}")
     console.say(f"next: draftsmith verify {folder} --target.path {target}")
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -22,9 +24,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from draftsmith.checkpoint import MANIFEST
 from draftsmith.drafters import DFlashDrafter
 from draftsmith.drafters.dflash import DFlashConfig, misfits
-from draftsmith.errors import UserError
+from draftsmith.errors import EnvironmentFault, UserError
 from draftsmith.export.folder import read_record
-from draftsmith.targets.hf import shard_names
+from draftsmith.targets.hf import may_be_hub_name, shard_names
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 SIZES += ("head_dim", "vocab_size", "max_position_embeddings")
@@ -61,6 +63,25 @@ class DrafterFolder:
         """The drafter in fp32, its values those of the file."""
         weights = {name: tensor.float() for name, tensor in self.tensors.items()}
         return DFlashDrafter.from_files(json.dumps(self.config), weights).eval()
+
+
+def find_drafter(name: str) -> Path:
+    """A folder, or the local copy of a Hub drafter, ORG/NAME or ORG/NAME@REVISION. Raises UserError, EnvironmentFault.
+
+    Only JSON and safetensors are fetched. HF_HUB_OFFLINE is honoured: then what was fetched before is found.
+    """
+    if Path(name).is_dir() or not may_be_hub_name(name):
+        return Path(name)
+    repository, _, revision = name.partition("@")
+    try:
+        return Path(
+            snapshot_download(repository, revision=revision or None, allow_patterns=["*.json", "*.safetensors"])
+        )
+    except LocalEntryNotFoundError as error:
+        raise EnvironmentFault(f"drafter {name!r} is no folder, and the Hub cannot be reached to fetch it") from error
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"drafter {name!r} is no folder, and cannot be fetched from the Hub: {reason}") from error
 
 
 def read_folder(folder: Path) -> DrafterFolder:

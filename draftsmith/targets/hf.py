@@ -119,7 +119,7 @@ def read_config(options: TargetOptions) -> PretrainedConfig:
         raise UserError("target.path is not given; set it to the target's folder or hub name")
     if Path(options.path).is_dir() and not (Path(options.path) / "config.json").is_file():
         raise UserError(f"target.path {options.path!r} has no config.json; give a Hugging Face model folder")
-    if not _may_be_hub_name(options.path) and not Path(options.path).is_dir():
+    if not may_be_hub_name(options.path) and not Path(options.path).is_dir():
         raise UserError(f"target.path {options.path!r}: no such folder; give a model folder, or a hub name ORG/NAME")
     try:
         config = AutoConfig.from_pretrained(
@@ -171,7 +171,7 @@ def shard_names(index: Path) -> list[str]:
     return names
 
 
-def _may_be_hub_name(path: str) -> bool:
+def may_be_hub_name(path: str) -> bool:
     """ORG/NAME, unless ORG is a folder here: then a missing NAME is a slip, and no reason to ask the network."""
     parts = path.split("/")
     return len(parts) == 2 and bool(parts[0].strip(".~")) and not Path(parts[0]).exists()

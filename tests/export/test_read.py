@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from draftsmith.drafters.dflash import DFlashConfig, DFlashDrafter
-from draftsmith.errors import UserError
-from draftsmith.export import EXPORTS
+from draftsmith.errors import EnvironmentFault, UserError
+from draftsmith.export import EXPORTS, read
 from draftsmith.export.read import read_folder
 from draftsmith.targets import HFTarget
 from tests.handmade import tiny_drafter
@@ -247,3 +248,34 @@ def test_no_readable_config(tmp_path, text):
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match="config.json"):
         read_folder(tmp_path)
+
+
+def test_a_drafter_is_found_by_its_hub_name(tmp_path, monkeypatch):
+    asked = []
+
+    def fetch(name, **options):
+        asked.append((name, options["revision"], options["allow_patterns"]))
+        return str(tmp_path)
+
+    monkeypatch.setattr(read, "snapshot_download", fetch)
+    assert read.find_drafter("org/name") == read.find_drafter("org/name@v1") == tmp_path
+    assert asked == [("org/name", r, ["*.json", "*.safetensors"]) for r in (None, "v1")], "no code, no pickles"
+    assert read.find_drafter(str(tmp_path)) == tmp_path and read.find_drafter("runs/a/b") == Path("runs/a/b")
+    assert len(asked) == 2, "folders are not asked for"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (LocalEntryNotFoundError("x"), EnvironmentFault, "'org/name' is no folder, and the Hub cannot be reached"),
+        (ValueError("bad id\nmore"), UserError, "cannot be fetched from the Hub: bad id$"),
+    ],
+)
+def test_a_hub_drafter_that_cannot_be_fetched(monkeypatch, error, kind, said):
+    def fetch(name, **options):
+        raise error
+
+    monkeypatch.setattr(read, "snapshot_download", fetch)
+    with pytest.raises(kind, match=said) as found:
+        read.find_drafter("org/name")
+    assert type(found.value) is kind
