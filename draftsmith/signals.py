@@ -7,7 +7,7 @@ from types import FrameType
 
 
 class StopRequest:
-    """A context in which SIGINT or SIGTERM sets `name`; a second SIGINT has its ordinary effect.
+    """A context in which SIGINT or SIGTERM sets `name`; a second SIGINT ends the process at once.
 
     A second SIGTERM has none: schedulers, launchers and terminals each send one to every process, and pass on others'.
     """
@@ -28,4 +28,5 @@ class StopRequest:
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.name = self.name or signal.Signals(number).name
         if number == signal.SIGINT:
-            signal.signal(number, self._before[signal.SIGINT])
+            # Not what was there before: a shell starts background jobs with SIGINT ignored.
+            signal.signal(number, signal.default_int_handler)
