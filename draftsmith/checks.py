@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from draftsmith.config import Recipe
 from draftsmith.errors import UserError
 from draftsmith.ranges import check_options
-from draftsmith.visibility import TILE
+from draftsmith.shapes import TILE, anchor_unit
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -38,7 +37,7 @@ def check_tiles(recipe: Recipe) -> None:
     """A GPU's attention works on whole tiles. Raises UserError naming the nearest budgets that fit."""
     budgets = {"pack.tokens": (recipe.pack.tokens, TILE)}
     slots = recipe.pack.anchors * recipe.drafter.block_size
-    budgets["pack.anchors"] = (recipe.pack.anchors, TILE // math.gcd(TILE, recipe.drafter.block_size))
+    budgets["pack.anchors"] = (recipe.pack.anchors, anchor_unit(recipe.drafter.block_size))
     for name, (value, unit) in budgets.items():
         if value % unit:
             raise UserError(

@@ -7,15 +7,14 @@ compiled drafter saves, listed in `_kept`); how much the backward pass needs on 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from draftsmith.config import Recipe
 from draftsmith.errors import UserError
+from draftsmith.shapes import TILE, anchor_unit
 
 GIB = 2**30
-TILE = 128  # as in `visibility`, which imports torch; `plan` does not
 CLEARLY = 1.1
 """The formula is within a few per cent of what was measured; CUDA's context and the allocator's slack come on top."""
 FP8_KEPT = 0.84  # of the activations: some inputs of linear layers are kept quantised
@@ -134,7 +133,7 @@ def total(sizes: Sizes) -> int:
 
 def largest_pack(sizes: Sizes, capacity: float) -> tuple[int, int] | None:
     """Tokens and anchors of the largest pack, in the proportion asked for, whose step fits into so many bytes."""
-    unit = TILE // math.gcd(TILE, sizes.block)
+    unit = anchor_unit(sizes.block)
     for tokens in range(sizes.tokens // TILE * TILE, 0, -TILE):
         anchors = tokens * sizes.anchors // sizes.tokens // unit * unit
         if anchors and total(replace(sizes, tokens=tokens, anchors=anchors)) <= capacity:

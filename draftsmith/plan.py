@@ -38,8 +38,6 @@ def number_of_gpus(command: PlanCommand) -> int:
         from draftsmith.launch import number_of_processes  # it imports torch, which takes seconds
 
         wanted = number_of_processes(command)
-    if command.memory_gib is not None and command.memory_gib <= 0:
-        raise UserError(f"memory_gib is {command.memory_gib}; it must be greater than 0")
     limits = {"gpus": wanted, "gpus_per_host": command.gpus_per_host, "pipeline.queue_depth": options.queue_depth}
     for name, value in limits.items():
         if value < 1:

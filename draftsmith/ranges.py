@@ -16,7 +16,7 @@ RULES: dict[str, tuple[Callable[[float], bool], str]] = {
         "pack.tokens pack.anchors pack.anchors_per_document pack.anchor_density pack.window drafter.num_layers "
         "loss.gamma loss.chunk optim.lr optim.eps optim.clip optim.epochs optim.steps optim.packs_per_step "
         "optim.max_skipped log.every checkpoint.every evaluation.every evaluation.limit evaluation.max_new_tokens "
-        "max_new_tokens limit pipeline.processes pipeline.queue_depth pipeline.hang_seconds",
+        "max_new_tokens limit memory_gib pipeline.processes pipeline.queue_depth pipeline.hang_seconds",
     ),
     "0 or more": (
         lambda value: 0 <= value < math.inf,

@@ -5,6 +5,7 @@ No weights are read and nothing heavy is imported. A multiply-add counts as two 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,13 @@ from draftsmith.errors import UserError
 
 DOCUMENT = 2_048
 """Tokens of a document; attention depends on it."""
+TILE = 128
+"""Rows and columns of a tile of scores, as attention kernels skip them. Context and draft slots are whole tiles."""
+
+
+def anchor_unit(block_size: int) -> int:
+    """So many blocks are whole tiles."""
+    return TILE // math.gcd(TILE, block_size)
 
 
 def default_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:

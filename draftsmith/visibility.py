@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from draftsmith.shapes import TILE
 from draftsmith.types import Intervals
 
 
@@ -68,10 +69,6 @@ def row_masks(spans: Intervals, block_size: int, num_context: int) -> Bool[Tenso
     first = torch.arange(0, ctx_lo.numel(), block_size, device=ctx_lo.device)
     draft = first[:, None, None] + torch.arange(block_size, device=ctx_lo.device)
     return torch.cat([(context >= ctx_lo) & (context < ctx_hi), (draft >= blk_lo) & (draft < blk_hi)], dim=-1)
-
-
-TILE = 128
-"""Rows and columns of a tile of scores, as attention kernels skip them."""
 
 
 class Tiles(NamedTuple):
